@@ -7,6 +7,7 @@ source, by the table below. Nothing is chosen per row.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import log
@@ -18,11 +19,13 @@ import torch
 from benchmarks._megatron_recipes import SOURCE, recipe_of
 from benchmarks._published_software import (
     BRIDGE,
+    COMPILED_LOSS,
     DEEPSEEK,
     DEEPSPEED,
     DEEPSPEED_ZERO,
     EAGER,
     FSDP,
+    KWAI,
     MEGATRON,
     MEGATRON_2021,
     PAGEABLE,
@@ -37,6 +40,7 @@ from meshwright.search import (
     Window,
 )
 from meshwright.search.transformer_plans.schedule_facts import facts_of
+from meshwright.search.transformer_plans.software import RepeatedPart
 
 ROWS = Path(__file__).with_name("published_runs.json")
 GIGA = 1e9
@@ -71,14 +75,17 @@ PROGRAM: Mapping[str, Software] = {
     "deepspeedai/DeepSpeed": DEEPSPEED_ZERO,
     SOURCE: BRIDGE,
     "2412.19437": DEEPSEEK,
-    "NVIDIA/NeMo-Framework-Launcher": replace(MEGATRON, fused_attention=False, tensor=1.0),
+    # its recipes of February 2023 have `overlap_grad_sync: False`
+    "NVIDIA/NeMo-Framework-Launcher": replace(MEGATRON, fused_attention=False, tensor=1.0, exposed=1.0),
+    "kwai/Megatron-Kwai": KWAI,
     # a kernel with a bias for distances, and a fused loss whose gradient replaces the logits
     "mosaicml/llm-foundry": replace(FSDP, attention=0.7, logit=2.0),
 }
 """Source → its program, if that does not follow from precision and stage of ZeRO."""
 DIVIDES_SEQUENCES = frozenset({SOURCE, "NVIDIA/NeMo"})
 """Sources whose recipes always shard sequences under tensor parallelism, although their tables do not say so."""
-COMPILED = frozenset({"NVIDIA/JAX-Toolbox", "pytorch/torchtitan"})
+TITAN = "pytorch/torchtitan"
+COMPILED = frozenset({"NVIDIA/JAX-Toolbox", TITAN})
 SCHEDULE = {
     None: "1F1B", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved 1F1B", "zb-1p": "ZB-1p", "zb-2p": "ZB-2p",
     "1f1b-variant": "1F1B", "gpipe": "GPipe", "zb-h1": "ZB-H1", "zb-v": "ZB-V", "v-half": "V-Half", "v-min": "V-Min",
@@ -179,6 +186,14 @@ def tokens_ahead(row: Mapping[str, Any]) -> int:
     return 0 if without else AHEAD.get((source_of(row), row["model"]["name"]), 0)
 
 
+RECOMPUTED = {"NVIDIA/NeMo-Framework-Launcher": "selective"}
+"""Source → what its program recomputed, if the rows say something else.
+
+The rows have the recipes of October 2023. The table of results is the same in the release of February 2023 (commit
+f64354a5), whose recipes of both models have `activations_checkpoint_granularity: selective`, with scores in memory.
+"""
+
+
 def plan_of(row: Mapping[str, Any]) -> Plan:
     p, t, layers = row["parallel"], row["train"], row["model"]["layers"]
     schedule, unknown = SCHEDULE.get(p["schedule"], "1F1B"), "schedule/vpp" in row["missing"]
@@ -191,6 +206,7 @@ def plan_of(row: Mapping[str, Any]) -> Plan:
         divided = p["tp"] > 1 and source_of(row) in DIVIDES_SEQUENCES
     if t["recompute"] is None and source_of(row) == SOURCE and recipe_of(row).recomputes:
         recompute = "selective"
+    recompute = RECOMPUTED.get(source_of(row), recompute)
     kind = "full" if recompute == "full" else "none" if recompute == "none" else "selective"
     return Plan(
         p["dp"],
@@ -236,8 +252,13 @@ def usual_cluster(hardware: Mapping[str, Any]) -> Cluster:
 
 ROME = 2 * 8 * 25.6 * GIGA
 """Bytes per second of the memory of a node with two EPYC 7V12, from the source: eight DDR4-3200 channels each."""
-SELECTIVE = {"kwai-partial(mlp act+norm)": 0.08, "minimal_flash": 0.15}
-"""A source's name for its selection of recomputed values → their share of a layer's forward pass."""
+ELEMENTWISE: frozenset[RepeatedPart] = frozenset({"activation", "norms"})
+REPEATED = {"kwai-partial(mlp act+norm)": ELEMENTWISE, "minimal_flash": ELEMENTWISE}
+"""A source's name for its selection of recomputed values → the parts of a layer that are recomputed.
+
+The first is `--kaimm-recompute-mlp-activation-func --kaimm-recompute-norm` of Megatron-Kwai. The second is a policy of
+MaxText, which keeps the results of all products and of attention.
+"""
 ROWWISE = 4.0
 """Cost of a scale per row relative to a scale per tensor."""
 
@@ -251,17 +272,33 @@ def software_of(row: Mapping[str, Any], source: str, plan: Plan) -> Software:
         base = replace(base, exposed=1.0, tensor=1.0, messages=1.0)
     if plan.zero == 0:
         base = replace(base, exposed=1.0)
+    base = _as_compiled(base, row, source, plan)
     if train.get("fsdp_mixed_precision") == "PURE":
         base = replace(base, reduced=2.0)
-    if plan.zero == 3 and not train.get("compile", source in COMPILED):
-        base = replace(base, streams=EAGER)
     if "rowwise" in str(train.get("fp8_recipe")):
         base = replace(base, casts=base.casts * ROWWISE, casts_first=False)
     if train.get("offload"):
         base = replace(base, stowed=PAGEABLE, hosted=ROME)
     base = replace(base, offloaded=train.get("activation_offload_ratio") or base.offloaded)
-    base = replace(base, selective=SELECTIVE.get(train["recompute"], base.selective))
+    if train["recompute"] in REPEATED:
+        base = replace(base, selective=None, repeated=REPEATED[train["recompute"]])
     return replace(base, tensor=0.5) if train.get("async_tp") else base
+
+
+def _as_compiled(base: Software, row: Mapping[str, Any], source: str, plan: Plan) -> Software:
+    """Return the program with what the row says about its compilation."""
+    compiles = row["train"].get("compile")
+    if compiles and source == TITAN and _year_of_page(row) >= 2025:
+        base = replace(base, **COMPILED_LOSS)
+    if plan.zero == 3 and not (source in COMPILED if compiles is None else compiles):
+        base = replace(base, streams=EAGER)
+    return replace(base, compiled=bool(compiles))
+
+
+def _year_of_page(row: Mapping[str, Any]) -> int:
+    """Return the year in the name of the page of a row, as in `llama3_h100_202412_torchtitan.md`; 0 if it has none."""
+    found = re.search(r"_(20\d\d)-?\d\d[_.]", row["source"].get("path") or "")
+    return int(found[1]) if found else 0
 
 
 def program_of(source: str, plan: Plan) -> Software:

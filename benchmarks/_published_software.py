@@ -9,6 +9,10 @@ from meshwright.search import Software
 MEGATRON = Software(tensor=0.6)
 BRIDGE = replace(MEGATRON, gradient=2.0, reduced=2.0)
 """Megatron with gradients in 16 bits, as in all recipes of Megatron-Bridge (`grad_reduce_in_fp32 = False`)."""
+KWAI = replace(MEGATRON, exposed=1.0, tensor=0.5)
+"""Megatron of June 2023 (kwai/Megatron-Kwai, examples/atc24/pretrain_llama.sh). Its distributed optimizer reduces
+gradients after the last backward pass, and gathers parameters after the update. The sums of tensor parallelism overlap
+with products (`--overlap-sp-ag --overlap-sp-rs`), as those of asynchronous tensor parallelism do."""
 MEGATRON_2021 = Software(fused_attention=False, exposed=1.0, messages=0.4, accumulation=2.4, gradient=2.0, reduced=2.0)
 """Half-precision gradients, attention of single products, nothing overlapped (arXiv 2104.04473)."""
 DEEPSPEED = Software(
@@ -28,6 +32,11 @@ FSDP = Software(stops_early=True, even_context=False, logit=12.0, casts=6.0, sel
 
 Its published peaks are the memory that the allocator reserves. A stream does not reuse memory that another stream has
 freed, so the peaks of the loss and of recomputed layers add up.
+"""
+COMPILED_LOSS = {"logit": 4.0, "cross_entropy": 10.0}
+"""Numbers of a compiled loss: it holds logits and their gradient in 16 bits, and no result in between.
+
+torchtitan compiles its loss since March 2025 (pytorch/torchtitan, pull request 1033; Dao-AILab/quack, issue 48).
 """
 DEEPSEEK = replace(
     BRIDGE,

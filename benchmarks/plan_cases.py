@@ -24,8 +24,7 @@ from meshwright.search import (
 )
 from meshwright.search.plan_data.account import slower_parts
 from meshwright.search.plan_data.units import signed, size
-
-from ._known_recipes import KNOWN, Known
+from meshwright.search.transformer_accounts.known_recipes import KNOWN_RECIPES, Recipe
 
 SLOWER = 1e-6
 """Relative difference of two prices that counts as none."""
@@ -33,8 +32,8 @@ SLOWER = 1e-6
 
 def run(quick: bool = False) -> dict[str, Any]:
     """Return the figure: the number of known recipes that are better than the plan of the search."""
-    names = list(KNOWN)[:2] if quick else list(KNOWN)
-    found = {name: case(KNOWN[name]) for name in names}
+    names = list(KNOWN_RECIPES)[:2] if quick else list(KNOWN_RECIPES)
+    found = {name: case(KNOWN_RECIPES[name]) for name in names}
     broken = [name for name, told in found.items() if told["broken"]]
     return {
         "name": "plan_cases",
@@ -45,7 +44,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     }
 
 
-def case(known: Known) -> dict[str, Any]:
+def case(known: Recipe) -> dict[str, Any]:
     """Return the plan of the search and the known plan, both with their prices, and why they differ."""
     there, plan = cluster(known.cluster), known.plan
     begin = time.perf_counter()

@@ -25,6 +25,8 @@ from ._own_process import own_process, peak_gibibytes
 
 MACHINES = "{}xH100, 8 per node, 400G"
 SECONDS = 30.0
+SECONDS_OF = {"BigBird-base": 60.0}
+"""Goal of models whose attention has blocks of its own for each text."""
 LENGTH = 1024
 
 
@@ -38,13 +40,15 @@ class Large:
     batch: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {"input_ids": (LENGTH,), "labels": (LENGTH,)})
     constants: Mapping[str, Any] = field(default_factory=lambda: {"use_cache": False})
     ranks: int = 64
+    trains: bool = True
+    """False for a model that draws numbers outside of torch in training, which no program can do."""
 
     def make(self) -> Task:
         """Return the model on the meta device, with its loss."""
         library = importlib.import_module("transformers")
         config = getattr(library, self.config)(**self.options)
         with torch.device("meta"):
-            return Task(getattr(library, self.model)(config).train(), tuple(self.batch), self.constants)
+            return Task(getattr(library, self.model)(config).train(self.trains), tuple(self.batch), self.constants)
 
     def draw(self) -> list[torch.Tensor]:
         """Return a batch without values: integers, except for images."""
@@ -54,6 +58,7 @@ class Large:
         ]
 
 
+LONG = {"input_ids": (4096,), "labels": (4096,)}
 IMAGES = {"pixel_values": (3, 224, 224), "labels": ()}
 MODELS = {
     "BERT-large": Large(
@@ -71,6 +76,7 @@ MODELS = {
         {"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_layers": 24, "num_heads": 32, "decoder_start_token_id": 0},
         {"input_ids": (512,), "labels": (512,)},
     ),
+    "BigBird-base": Large("BigBirdForMaskedLM", "BigBirdConfig", {}, LONG, {}, trains=False),
     "GPT-2 XL": Large("GPT2LMHeadModel", "GPT2Config", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
     "Mixtral-8x7B": Large("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 8}),
     "DeepSeek-V3": Large("DeepseekV3ForCausalLM", "DeepseekV3Config", ranks=256),
@@ -88,12 +94,14 @@ MODELS = {
 def run(quick: bool = False) -> dict[str, Any]:
     """Return the figure: seconds of the slowest model; each model is in the details."""
     found = {name: own_process("plan_models", name) for name in ([*MODELS][:2] if quick else MODELS)}
+    late = [name for name, case in found.items() if case["seconds"] > SECONDS_OF.get(name, SECONDS)]
     slowest = max(case["seconds"] for case in found.values())
     return {
         "name": "plan_models",
         "value": slowest,
-        "goal": f"s from module to plan of the slowest of {len(found)} models, at most {SECONDS:g}",
-        "ok": slowest <= SECONDS,
+        "goal": f"s from module to plan of the slowest of {len(found)} models, at most {SECONDS:g};"
+        f" at most {max(SECONDS_OF.values()):g} for {' and '.join(SECONDS_OF)}",
+        "ok": not late,
         "details": found,
     }
 

@@ -4,7 +4,7 @@ Rows are complete if their plan is fully given. Other rows count apart: with wha
 the settings of its recipes. The constants of the model are the same for all rows of a device; the second number of each
 source comes from constants that were fitted without it. The rival is the guess that every run reaches the same share of
 its device's peak. The slope of a source is the change of the error per doubling of the devices, between rows of one
-model on one kind of device.
+model on one kind of device, whose schedule and degrees are known.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     experts = [r for r in rows if r.model.experts]
     known = [r for r in rows if r.is_complete or r.row["missing"] == UNKNOWN]
     behind = [s for s, told in sources.items() if told["mean"] > told["constant share"]]
-    slopes = {s: round(slope, 4) for s, own in by_source(rows).items() if (slope := slope_of(own, errors)) is not None}
+    slopes = {s: round(slope, 4) for s, own in by_source(known).items() if (slope := slope_of(own, errors)) is not None}
     steep = {s: slope for s, slope in slopes.items() if abs(slope) > SLOPE}
     told, unknown = _summary(experts, errors), _summary(known, errors)
     within = median(found) <= MEDIAN and mean(found) <= MEAN and unknown["mean"] <= MEAN_UNKNOWN

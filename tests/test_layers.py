@@ -47,8 +47,11 @@ SUBPACKAGES = {
     ],
     "passes": ["strategies", "operators", "communication", "memory"],
     "pipeline": ["table", "simulation", "schedules", "partition", "runtime"],
-    "quantize": ["checkpoints"],
-    "search": ["plan_data", "scheduling", "transformer_plans", "sharding", "stages", "module_plans"],
+    "quantize": ["checkpoints", "training"],
+    "search": [
+        "plan_data", "scheduling", "transformer_plans", "transformer_accounts", "phase_plans", "sharding", "stages",
+        "module_plans",
+    ],
     "engine": ["checks", "marks", "eager", "recording", "static", "training", "planning", "diagnostics"],
     "conformance": ["results", "checks", "workers"],
     "cli": ["console", "ranks", "commands"],

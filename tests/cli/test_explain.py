@@ -39,7 +39,10 @@ def test_an_account_is_printed(explain_arguments: list[str], capsys: pytest.Capt
         "bubble",
         "pipeline rank 1",
         "why",
+        "what this assumes",
+        "what would change it",
         "other plans",
+        "known recipes",
         " x ",
     ):
         assert part in said

@@ -19,13 +19,18 @@ from meshwright.search import (
     SearchError,
     Transformer,
     account,
+    account_text,
+    assumptions,
+    changes,
     choose,
     hold,
+    nearest_recipes,
     plan_mesh,
     predict,
     program_account,
     simulate_step,
 )
+from meshwright.search.transformer_accounts.known_recipes import KNOWN_RECIPES
 
 LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
 SPARSE = Transformer(12, 2048, 16, 16, 128, 8192, 32000, experts=Experts(64, 6, 1408, 2816, 1))
@@ -132,6 +137,45 @@ def test_memory_is_the_bottleneck_if_the_fastest_plan_does_not_fit() -> None:
     assert not alone.fits
     assert alone.why[0].startswith("memory: the plan needs")
     assert alone.why[1].startswith("computation:")
+
+
+def test_an_account_opens_with_rates_the_fullest_rank_and_the_best_change() -> None:
+    found = choose(LLAMA, MACHINES, 64, 64, 8192, keep=2)
+    told = account(LLAMA, PLANS["tensor parallel"], MACHINES, found)
+    assert told.throughput is not None
+    assert told.throughput.tokens * told.seconds == pytest.approx(64 * 8192)
+    assert told.throughput.device_hours == pytest.approx(64 * 1e9 / told.throughput.tokens / 3600)
+    rates, step, best = told.opening
+    assert "tokens/s" in rates
+    assert "on the fullest rank" in step
+    assert best == f"what would help most: {told.changes[0]}"
+    assert told.changes[0].what.startswith("the plan with ")
+    assert account_text(told).splitlines()[1:4] == [f"  {line}" for line in told.opening]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_changes_save_time_and_belong_to_the_plan(name: str) -> None:
+    plan = PLANS[name]
+    found = changes(LLAMA, plan, MACHINES)
+    assert [c.times for c in found] == sorted(c.times for c in found)
+    assert all(0 < c.times < 1 for c in found)
+    text, assumed = " ".join(map(str, found)), " ".join(assumptions(LLAMA, plan, MACHINES))
+    assert ("no recomputation" in text) == (plan.recompute != "none")
+    assert plan.tp > 1 or "tensor parallelism" not in text + assumed
+    assert ("messages between stages" in assumed) == (plan.pp > 1)
+    one_node = replace(plan, dp=8, tp=1, pp=1, cp=1, chunks=1, schedule="1F1B")
+    assert "network" not in " ".join(map(str, changes(LLAMA, one_node, MACHINES)))
+
+
+@pytest.mark.parametrize("name", ["Llama-3-70B, 64 x H100", "Mixtral 8x7B, 64 x H100"])
+def test_the_nearest_recipe_to_its_own_plan_is_the_plan(name: str) -> None:
+    recipe = KNOWN_RECIPES[name]
+    there = cluster(recipe.cluster)
+    (first, priced), (other, _) = nearest_recipes(recipe.model, recipe.plan, there)
+    assert first.startswith(name)
+    assert priced.plan == recipe.plan
+    assert priced.seconds == pytest.approx(simulate_step(recipe.model, recipe.plan, there))
+    assert other != first
 
 
 def test_a_search_reports_its_progress() -> None:

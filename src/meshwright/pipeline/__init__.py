@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .schedules.flush_schedules import eager_one_f_one_b, gpipe, one_f_one_b
     from .schedules.interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
     from .schedules.known_schedules import KNOWN_SCHEDULES, KnownSchedule, ScheduleSizes, schedule_by_name
-    from .schedules.v_shaped import v_half, v_min, zb_v
+    from .schedules.v_shaped import v_half, v_min, wave, zb_v
     from .schedules.zero_bubble import zb_h1, zb_h2
     from .schedules.zero_bubble_heuristic import zb_1p, zb_2p, zero_bubble
     from .simulation.batched_simulation import BatchedSimulation
@@ -107,6 +107,7 @@ __all__ = [
     "updates",
     "v_half",
     "v_min",
+    "wave",
     "weight_versions",
     "whole_backward",
     "with_epilogue",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.pipeline import Timeline, timeline_svg
-from meshwright.search import Account, Communication, beside, count, seconds, share, size
+from meshwright.search import Account, Communication, OtherPlan, beside, count, seconds, share, size
 
 from ._curve import drawn
 from ._html import Markup, element, folded, joined, scrolled, table
@@ -56,11 +56,15 @@ def document(title: str, header: Sequence[str], parts: Sequence[tuple[str, Marku
 def _header(account: Account) -> Iterator[Markup]:
     yield element("h1", account.what)
     verdict = element("span", " It does not fit.", class_="wrong") if not account.fits else Markup()
+    rates = [("rates", str(account.throughput))] if account.throughput else []
+    help_most = [("what would help most", str(account.changes[0]))] if account.changes else []
     told = (
-        ("plan", account.how),
-        ("where", account.where),
+        *rates,
         ("seconds per step", seconds(account.seconds)),
         ("fullest rank", joined([f"{size(account.nbytes)} of {size(account.memory_limit)}", verdict])),
+        *help_most,
+        ("plan", account.how),
+        ("where", account.where),
     )
     rows = [joined([element("dt", name), element("dd", value)]) for name, value in told]
     yield element("dl", *rows)
@@ -73,7 +77,10 @@ def _parts(account: Account, measured: Mapping[str, float] | None) -> Iterator[t
     yield "Communications", _sent(account)
     yield "The pipeline", _timeline(account.timeline) if account.timeline else Markup()
     yield "Memory", _memory(account)
-    yield "Other plans", _rivals(account)
+    yield "Other plans", _others("this plan and the other plans", account, account.rivals)
+    yield "Known recipes", _others("this plan and recipes for similar models", account, account.recipes)
+    yield "What this assumes", _lines(account.assumed)
+    yield "What would change it", _lines(map(str, account.changes))
     yield "All settings of the plan", _decided(account)
 
 
@@ -155,15 +162,18 @@ def _memory(account: Account) -> Markup:
     return joined([shown, *pictures])
 
 
-def _rivals(account: Account) -> Markup:
-    if not account.rivals:
+def _lines(lines: Iterable[str]) -> Markup:
+    items = [element("li", line) for line in lines]
+    return element("ul", *items) if items else Markup()
+
+
+def _others(caption: str, account: Account, others: Sequence[OtherPlan]) -> Markup:
+    if not others:
         return Markup()
     own = [("this plan", seconds(account.seconds), "1.000", size(account.nbytes), "")]
-    rows = [
-        (r.how, seconds(r.seconds), f"{r.seconds / account.seconds:.3f}", size(r.nbytes), r.why) for r in account.rivals
-    ]
+    rows = [(r.how, seconds(r.seconds), f"{r.seconds / account.seconds:.3f}", size(r.nbytes), r.why) for r in others]
     head = ("plan", "seconds per step", "relative", "bytes per rank", "compared with this plan")
-    return table("this plan and the other plans", head, [*own, *rows], {1, 2, 3})
+    return table(caption, head, [*own, *rows], {1, 2, 3})
 
 
 def _decided(account: Account) -> Markup:

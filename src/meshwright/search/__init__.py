@@ -1,12 +1,13 @@
 """Search for plans and pipeline schedules, and prediction of the time and memory that a plan takes.
 
-plan_data           plans and accounts as data, numbers with units, and a progress bar
-scheduling          search for the best pipeline schedule, with a proven lower bound
-transformer_plans   predict and choose plans for a transformer that is described by its sizes
-sharding            exact search for the sharding of each operator of a captured model
-stages              divide a captured chain of layers into pipeline stages
-module_plans        search, write and read plans for a captured module: mesh, layouts, pipeline
-_errors             the error of the search, and a check of sizes
+plan_data             plans and accounts as data, numbers with units, and a progress bar
+scheduling            search for the best pipeline schedule, with a proven lower bound
+transformer_plans     predict and choose plans for a transformer that is described by its sizes
+transformer_accounts  explain plans for such a transformer: costs, reasons, assumptions, changes, recipes
+sharding              exact search for the sharding of each operator of a captured model
+stages                divide a captured chain of layers into pipeline stages
+module_plans          search, write and read plans for a captured module: mesh, layouts, pipeline
+_errors               the error of the search, and a check of sizes
 """
 
 from typing import TYPE_CHECKING
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
     from .module_plans.mesh_search import plan_mesh
     from .module_plans.pipeline_plan import Pipelining
     from .module_plans.program_account import program_account
-    from .plan_data.account import Account, Communication, MemoryCurve, OtherPlan, TensorLayout
+    from .plan_data.account import Account, Change, Communication, MemoryCurve, OtherPlan, TensorLayout, Throughput
     from .plan_data.account_text import account_text, beside
-    from .plan_data.plan import Plan, parse_plan, plan_of
+    from .plan_data.plan import Plan, differences, parse_plan, plan_of
     from .plan_data.progress_bar import OnProgress, progress_bar
     from .plan_data.text_table import text_table
     from .plan_data.units import count, seconds, share, size
@@ -35,11 +36,14 @@ if TYPE_CHECKING:
     from .sharding.forms import AxisForm
     from .sharding.memory_saving import MemorySaving
     from .sharding.sharding_search import PricedConversion, Shardings, best_shardings, least_by_enumeration
+    from .transformer_accounts.assumptions import assumptions
+    from .transformer_accounts.changes import changes
+    from .transformer_accounts.known_recipes import nearest_recipes
+    from .transformer_accounts.plan_account import account, throughput
     from .transformer_plans.choose import PlanChoice, PricedPlan, choose, usable_memory
     from .transformer_plans.config import transformer_of
     from .transformer_plans.degrees import Degrees, Plans, columns
     from .transformer_plans.peak_memory import Held, hold
-    from .transformer_plans.plan_account import account, differences
     from .transformer_plans.predict import Prediction, flops_utilisation, model_flops, predict
     from .transformer_plans.simulated_step import simulate_step
     from .transformer_plans.sizes import Experts, Latent, Transformer, Window
@@ -53,6 +57,7 @@ __all__ = [
     "AccumulationCheck",
     "AxisForm",
     "CertifiedSchedule",
+    "Change",
     "Communication",
     "Degrees",
     "Experts",
@@ -77,12 +82,15 @@ __all__ = [
     "Shardings",
     "Software",
     "TensorLayout",
+    "Throughput",
     "Transformer",
     "Window",
     "account",
     "account_text",
+    "assumptions",
     "beside",
     "best_shardings",
+    "changes",
     "check_accumulation",
     "choose",
     "columns",
@@ -97,6 +105,7 @@ __all__ = [
     "least_by_enumeration",
     "lower_bound",
     "model_flops",
+    "nearest_recipes",
     "parse_mesh_plan",
     "parse_plan",
     "plan_mesh",
@@ -109,6 +118,7 @@ __all__ = [
     "simulate_step",
     "size",
     "text_table",
+    "throughput",
     "transformer_of",
     "usable_memory",
 ]

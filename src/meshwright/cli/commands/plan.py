@@ -17,18 +17,24 @@ from meshwright.cli.console.parser import UsageError
 from meshwright.cost import Cluster, cluster
 from meshwright.layout import MeshwrightError
 from meshwright.search import (
+    Change,
     Plan,
+    PlanChoice,
     PricedPlan,
+    Throughput,
     Transformer,
+    assumptions,
+    changes,
     choose,
     differences,
-    flops_utilisation,
     hold,
+    nearest_recipes,
     parse_plan,
     plan_of,
     predict,
     progress_bar,
     simulate_step,
+    throughput,
     transformer_of,
     usable_memory,
 )
@@ -56,13 +62,11 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
     except MeshwrightError as error:
         print_text(error, file=sys.stderr)
         return FAILED
-    best = plan_costs(model, found.best.plan, machines)
+    best = plan_costs(model, found.best.plan, machines, found)
     if settings.out:
         write_text(settings.out, found.best.plan.text())
     if settings.json:
-        told = {"considered": found.considered, "fitting": found.fitting, "searched": found.seconds}
-        simpler = priced_plan_data(found.simpler) if found.simpler else None
-        print_json({**best, **told, "next": [priced_plan_data(p) for p in found.next], "simpler": simpler})
+        print_json({**best, **choice_data(model, found, machines)})
         return 0
     print_text(plan_costs_text(best))
     print_text(f"\nthe fastest of {found.fitting} plans that fit ({found.considered} considered); the next best:")
@@ -71,7 +75,38 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
     if simpler := found.simpler:
         times, changed = simpler.seconds / found.best.seconds, differences(found.best.plan, simpler.plan)
         print_text(f"\na simpler plan, nearly as fast:\n  {times:.3f} x  {changed}")
+    print_text(surroundings_text(model, found, machines))
     return 0
+
+
+def choice_data(model: Transformer, found: PlanChoice, machines: Cluster) -> dict[str, Any]:
+    """Return what a search found besides the best plan, and the nearest known recipes, for programs."""
+    recipes = nearest_recipes(model, found.best.plan, machines)
+    return {
+        "considered": found.considered,
+        "fitting": found.fitting,
+        "searched": found.seconds,
+        "next": [priced_plan_data(p) for p in found.next],
+        "simpler": priced_plan_data(found.simpler) if found.simpler else None,
+        "recipes": [{"name": name, **priced_plan_data(priced)} for name, priced in recipes],
+    }
+
+
+def surroundings_text(model: Transformer, found: PlanChoice, machines: Cluster) -> str:
+    """Return the nearest known recipes with their prices, what would change the plan, and what its price assumes."""
+    best = found.best
+    recipes = [
+        f"{theirs.seconds / best.seconds:.3f} x  {theirs.nbytes / GIGA:.1f} GB  {name}: "
+        f"{differences(best.plan, theirs.plan) or 'the same plan'}"
+        for name, theirs in nearest_recipes(model, best.plan, machines)
+    ]
+    parts = {
+        "known recipes, for this model and cluster": recipes,
+        "what would change it": changes(model, best.plan, machines, choice=found),
+        "what this assumes": assumptions(model, best.plan, machines),
+    }
+    lines = [line for title, own in parts.items() if own for line in ("", title, *(f"  {x}" for x in own))]
+    return "\n".join(lines)
 
 
 def priced_plan_data(priced: PricedPlan) -> dict[str, Any]:
@@ -104,21 +139,25 @@ def check_devices(ranks: int, machines: Cluster) -> None:
         raise UsageError(f"meshwright: {ranks} ranks on a cluster of {machines.devices} devices\n  fix: {fix}")
 
 
-def plan_costs(model: Transformer, asked: Plan, machines: Cluster) -> dict[str, Any]:
+def plan_costs(model: Transformer, asked: Plan, machines: Cluster, choice: PlanChoice | None = None) -> dict[str, Any]:
     """Return the costs of a plan, for programs."""
     step, held = predict(model, asked, machines), hold(model, asked)
     seconds, nbytes = simulate_step(model, asked, machines), float(np.asarray(held.nbytes))
     parts = {name: float(np.asarray(x)) for name, x in step.parts.items()}
     parts["microbatches"] += seconds - sum(parts.values())
+    rates, helps = throughput(model, asked, machines, seconds), changes(model, asked, machines, choice=choice)
     return {
         "plan": asdict(asked),
         "ranks": asked.ranks,
         "seconds": seconds,
-        "tokens per second": asked.batch * asked.sequence / seconds,
-        "share of the peak": flops_utilisation(model, asked, machines, seconds),
+        "tokens per second": rates.tokens,
+        "share of the peak": rates.peak_share,
+        "device-hours for 10^9 tokens": rates.device_hours,
         "bytes": nbytes,
         "memory": usable_memory(machines),
         "fits": nbytes <= usable_memory(machines),
+        "changes": [asdict(change) for change in helps],
+        "assumed": list(assumptions(model, asked, machines)),
         "seconds of": parts,
         "bytes of": {name: float(np.asarray(x)) for name, x in held.parts.items()},
     }
@@ -129,16 +168,22 @@ def plan_costs_text(told: Mapping[str, Any]) -> str:
     usual = asdict(Plan())
     lines = [f"  {name:<20} {value}" for name, value in told["plan"].items() if value != usual[name]]
     fits = "" if told["fits"] else "  DOES NOT FIT"
+    rates = Throughput(told["tokens per second"], told["share of the peak"], told["device-hours for 10^9 tokens"])
+    helps = [f"what would help most: {Change(**change)}" for change in told["changes"][:1]]
     return "\n".join(
         [
+            f"{rates}",
+            f"{told['seconds']:.4g} s per step; "
+            f"{told['bytes'] / GIGA:.1f} GB of {told['memory'] / GIGA:.0f} GB on the fullest rank{fits}",
+            *helps,
+            "",
             f"{told['ranks']} ranks",
             *lines,
             "",
-            f"{told['seconds']:.4g} s per step, {told['tokens per second']:,.0f} tokens/s, "
-            f"{100 * told['share of the peak']:.1f} % of the peak",
+            "seconds of a step",
             *(f"  {name:<26} {s:10.4g} s" for name, s in told["seconds of"].items()),
             "",
-            f"{told['bytes'] / GIGA:.1f} GB of {told['memory'] / GIGA:.0f} GB on the fullest rank{fits}",
+            "bytes of the fullest rank",
             *(f"  {name:<26} {b / GIGA:10.2f} GB" for name, b in told["bytes of"].items()),
         ]
     )

@@ -1,7 +1,8 @@
 """Capture of a model: a forward pass on fake unsharded tensors, recorded as the operators that autograd would see.
 
 Parameters, buffers and batches are neither allocated nor computed with. Small tensors that the forward pass creates
-without operands (`torch.arange`) are real, so that a model may keep values computed from them.
+without operands (`torch.arange`) are real, and so are small values computed from them alone, so that a model may keep
+or read them. Values of more than 1 GiB are never computed.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from math import prod
 from traceback import walk_tb
 from typing import Any
 
@@ -35,11 +36,28 @@ from ..program.node import Node, Origin
 from ..program.program import Role
 from ..recording.dynamic_sizes import DynamicSizes
 from ..recording.recording import Recording, written_by
-from ..torch_hooks import DataDependent, FakeMode, FakeTensor, Operator, failures_told, interception_off, unrecorded
-from .external_writes import ExternalTensors
+from ..torch_hooks import (
+    DataDependent,
+    FakeMode,
+    FakeTensor,
+    Operator,
+    failures_told,
+    faked,
+    interception_off,
+    unrecorded,
+)
+from .external_writes import ExternalTensors, takes_view
 from .interception import intercepted
 
 WITHOUT_NUMBERS = "use tensor operations (torch.where, masks) instead of .item(), bool() and int() of tensors"
+
+LARGE = 2**30
+"""Bytes above which a value is not computed, even if it depends on constants alone. Python cannot read such a value.
+
+Masks of block-sparse attention (BigBird) have gigabytes for a batch of many long sequences.
+"""
+WIDEST = 16
+"""Bytes of the widest number."""
 
 _READERS = {
     "torch.distributions": "pass validate_args=False to the distribution, whose check of its arguments reads numbers",
@@ -199,7 +217,7 @@ class CaptureEnvironment:
         self.path.pop()
 
     def run(self, op: Operator, args: tuple[TorchValue, ...], kwargs: dict[str, TorchValue]) -> TorchValue:
-        """Run an operator. Random operators, and operators with symbolic sizes, return fake tensors."""
+        """Run an operator. Random operators, and those with symbolic sizes or large results, return fake tensors."""
         leaves = list(leaves_in((args, kwargs)))
         _check_whole(leaves)
         with interception_off():
@@ -211,8 +229,32 @@ class CaptureEnvironment:
         if is_random_operator(op) and 0 in writes_to(op) and not isinstance(args[0], FakeTensor):
             return args[0]  # its content is unknown before the program runs
         is_sized = not (self.sizes.dynamic and any(isinstance(a, torch.SymInt) for a in leaves))
-        with self._in_one_node(), nullcontext() if is_sized and not is_random_operator(op) else self.mode:
+        is_large = self._is_large(op, args, kwargs, leaves)
+        if is_large:
+            args, kwargs = map_tensors(self._faked, (args, kwargs))
+        is_real = is_sized and not is_large and not is_random_operator(op)
+        with self._in_one_node(), nullcontext() if is_real else self.mode:
             return unobserved_if_torchs(op)(*args, **kwargs)
+
+    def _is_large(
+        self, op: Operator, args: tuple[TorchValue, ...], kwargs: dict[str, TorchValue], leaves: Sequence[Any]
+    ) -> bool:
+        """True if an operator on real tensors would make a value of more than `LARGE` bytes."""
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if any(isinstance(x, FakeTensor) or x.requires_grad for x in tensors) or not _may_be_large(leaves):
+            return False
+        if writes_to(op) or takes_view(op, args):
+            return False
+        fake_args, fake_kwargs = map_tensors(self._faked, (args, kwargs))
+        with unrecorded(), self.mode, torch.no_grad():
+            try:
+                out = op(*fake_args, **fake_kwargs)
+            except DataDependent:
+                return False
+            return any(x.untyped_storage().nbytes() > LARGE for x in tensors_in(out))
+
+    def _faked(self, x: Tensor) -> Tensor:
+        return faked(self.mode, x)
 
     @contextmanager
     def _in_one_node(self) -> Generator[None]:
@@ -292,6 +334,12 @@ class CaptureEnvironment:
         with interception_off():
             self.recording.note(op, args, {}, out)
         return out
+
+
+def _may_be_large(leaves: Sequence[Any]) -> bool:
+    """True if a result may have more than `LARGE` bytes; all sizes and numbers of elements bound it."""
+    sizes = (x.numel() if isinstance(x, Tensor) else abs(x) if type(x) is int else 1 for x in leaves)
+    return prod(max(size, 1) for size in sizes) * WIDEST > LARGE
 
 
 def _needs_numbers(op: Operator, args: TorchValue, kwargs: TorchValue) -> bool:

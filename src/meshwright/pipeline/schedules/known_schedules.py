@@ -17,7 +17,7 @@ from ..table.schedule import Schedule
 from .bidirectional import chimera, chimera_doubled, dualpipe, dualpipe_v
 from .flush_schedules import eager_one_f_one_b, gpipe, one_f_one_b
 from .interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
-from .v_shaped import v_half, v_min, zb_v
+from .v_shaped import v_half, v_min, wave, zb_v
 from .zero_bubble import zb_h1, zb_h2
 from .zero_bubble_heuristic import zb_1p, zb_2p
 
@@ -189,6 +189,7 @@ KNOWN_SCHEDULES: Mapping[str, KnownSchedule] = {
         ),
         KnownSchedule("V-Half", v_half, "arXiv 2405.15362", peak=lambda s: s.p // 2 + 1, times="F=B=W"),
         KnownSchedule("V-Min", v_min, "arXiv 2405.15362", peak=lambda s: (s.p + 4) // 3, times="F=B=W"),
+        KnownSchedule("Wave", wave, "arXiv 2308.15762", times="F=B=W", takes_chunks=True),
         KnownSchedule(
             "DualPipe",
             dualpipe,

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules with two chunks per rank in a V: the first rank has the first and the last chunk.
+"""Zero-bubble schedules with two chunks per rank in a V, whose first rank has the first and the last chunk, and waves.
 
 V-Half and V-Min repeat one building block every six units. The places of its four passes determine the lifetime of an
 activation, and so the number of activations held (Qi et al., arXiv 2405.15362).
@@ -17,7 +17,7 @@ from ..simulation.simulator import Times, simulate_schedule
 from ..table.action import Action, ActionKind
 from ..table.peak_memory import ChunkMemory, peaks
 from ..table.schedule import Schedule, zigzag
-from .flush_schedules import backward_input, backward_weight, forward, require_counts
+from .flush_schedules import backward_input, backward_weight, forward, require, require_counts
 
 PERIOD = 6
 Block = tuple[int, int, int, int]
@@ -50,6 +50,18 @@ def zb_v(ranks: int, microbatches: int, times: Times | None = None) -> Schedule:
     rows = tuple(_Phases(r, ranks, microbatches).row() for r in range(ranks))
     schedule = Schedule("ZB-V", zigzag(ranks), microbatches, rows)
     return _best([schedule, compacted(schedule, times)], times)
+
+
+def wave(ranks: int, microbatches: int, chunks: int = 4, times: Times | None = None) -> Schedule:
+    """Chunks in several Vs, so that every other turn needs no message; it holds what 1F1B holds (arXiv 2308.15762)."""
+    require_counts("Wave", ranks, microbatches)
+    require("Wave", chunks >= 1, f"{chunks} chunks per rank", "each rank needs a chunk", "pass chunks=4")
+    backwards = [(ActionKind.BACKWARD_INPUT, place) for place in range(chunks)]
+    forwards = [(ActionKind.FORWARD, place) for place in reversed(range(chunks))]
+    way, most = zigzag(ranks, chunks)[0], (float(ranks * chunks),) * ranks
+    rules = ([*backwards, *forwards], [*reversed(backwards), *forwards])
+    found = [list_schedule("Wave", way, microbatches, rule, times or Times(), ChunkMemory(), most) for rule in rules]
+    return _best(found, times)
 
 
 class _Phases:

@@ -79,6 +79,39 @@ class OtherPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Throughput:
+    """Rates of a step: tokens per second, share of the peak of all devices, and device-hours for 10^9 tokens.
+
+    >>> str(Throughput(1e6, 0.4, 17.78))
+    '1,000,000 tokens/s, 40.0 % of the peak (MFU), 17.8 device-hours for 10^9 tokens'
+    """
+
+    tokens: float
+    peak_share: float
+    device_hours: float
+
+    def __str__(self) -> str:
+        hours = f"{self.device_hours:,.0f}" if self.device_hours >= 1000 else f"{self.device_hours:.3g}"
+        share = f"{100 * self.peak_share:.1f} % of the peak (MFU)"
+        return f"{self.tokens:,.0f} tokens/s, {share}, {hours} device-hours for 10^9 tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of the cluster, of the program or of the work, and the time of a token after it, relative to now.
+
+    >>> str(Change("twice the batch", 0.9))
+    'twice the batch: 10.0 % less time for a token'
+    """
+
+    what: str
+    times: float
+
+    def __str__(self) -> str:
+        return f"{self.what}: {100 * (1 - self.times):.1f} % less time for a token"
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryCurve:
     """Bytes that a rank holds over time: `points` are (when, bytes) at each change, `unit` is the unit of `when`."""
 
@@ -93,7 +126,8 @@ class Account:
 
     `what` names the model, `how` the plan, `where` the ranks. `memory_limit` is the number of bytes that a rank may
     hold. `why` names the bottleneck, in lines. `spent` are the seconds by part. `held` are the bytes by kind, rank by
-    rank.
+    rank. `assumed` says what the price takes for granted. `changes` would make a token faster, the best one first.
+    `recipes` are the plans of others for similar models. Modules and programs have no changes and recipes.
     """
 
     what: str
@@ -111,10 +145,23 @@ class Account:
     decided: Mapping[str, object] = field(default_factory=dict[str, object])
     timeline: Timeline | None = field(default=None, repr=False)
     curves: tuple[MemoryCurve, ...] = field(default=(), repr=False)
+    throughput: Throughput | None = None
+    assumed: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+    recipes: tuple[OtherPlan, ...] = ()
 
     @property
     def fits(self) -> bool:
         return self.nbytes <= self.memory_limit
+
+    @property
+    def opening(self) -> tuple[str, ...]:
+        """Lines that matter most: rates, the fullest rank, and the change that would help most, as far as known."""
+        fits = "" if self.fits else "  DOES NOT FIT"
+        held = f"{size(self.nbytes)} of {size(self.memory_limit)} on the fullest rank{fits}"
+        rates = (str(self.throughput),) if self.throughput else ()
+        best = (f"what would help most: {self.changes[0]}",) if self.changes else ()
+        return (*rates, f"{seconds(self.seconds)} per step; {held}", *best)
 
     def held_table(self) -> tuple[list[str], list[list[str]]]:
         """Return the kinds of held bytes, and a row of each rank: its name, the bytes of each kind, and their sum."""

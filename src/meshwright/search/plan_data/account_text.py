@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from .account import Account, Communication, TensorLayout
+from .account import Account, Communication, OtherPlan, TensorLayout
 from .text_table import text_table
 from .units import seconds, share, size
 
@@ -16,20 +16,20 @@ def account_text(account: Account, measured: Mapping[str, float] | None = None) 
     """Return the account as text: its parts in order, each with its table."""
     parts = [_head(account), _tensors(account), _sent(account), _spent(account), _held(account)]
     parts += [_measured(account, measured)] if measured else []
-    parts.append(["why", *(f"  {line}" for line in account.why)])
-    parts += [_rivals(account)] if account.rivals else []
+    parts.append(_lines("why", account.why))
+    parts += [_lines("what this assumes", account.assumed)] if account.assumed else []
+    parts += [_lines("what would change it", account.changes)] if account.changes else []
+    parts += [_others("other plans", account.rivals, account.seconds)] if account.rivals else []
+    parts += [_others("known recipes", account.recipes, account.seconds)] if account.recipes else []
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
 def _head(account: Account) -> list[str]:
-    fits = "" if account.fits else "  DOES NOT FIT"
-    held = f"{size(account.nbytes)} of {size(account.memory_limit)} on the fullest rank{fits}"
-    return [
-        account.what,
-        f"  {account.how}",
-        f"  {account.where}",
-        f"  {seconds(account.seconds)} per step; {held}",
-    ]
+    return [account.what, *(f"  {line}" for line in (*account.opening, account.how, account.where))]
+
+
+def _lines(title: str, lines: Iterable[object]) -> list[str]:
+    return [title, *(f"  {line}" for line in lines)]
 
 
 def _tensors(account: Account) -> list[str]:
@@ -68,9 +68,9 @@ def _measured(account: Account, measured: Mapping[str, float]) -> list[str]:
     )
 
 
-def _rivals(account: Account) -> list[str]:
-    rows = [(r.how, f"{r.seconds / account.seconds:.3f} x", size(r.nbytes), r.why) for r in account.rivals]
-    return _table("other plans", ("plan", "step", "per rank", "compared with this plan"), rows, {1, 2})
+def _others(title: str, others: Iterable[OtherPlan], whole: float) -> list[str]:
+    rows = [(r.how, f"{r.seconds / whole:.3f} x", size(r.nbytes), r.why) for r in others]
+    return _table(title, ("plan", "step", "per rank", "compared with this plan"), rows, {1, 2})
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: set[int]) -> list[str]:

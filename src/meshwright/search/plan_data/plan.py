@@ -82,6 +82,12 @@ class Plan:
         return write_toml(asdict(self))
 
 
+def differences(best: Plan, other: Plan) -> str:
+    """Return the fields in which `other` differs from `best`, with their values, as text."""
+    one, two = asdict(best), asdict(other)
+    return ", ".join(f"{name} = {two[name]}" for name in one if one[name] != two[name])
+
+
 def parse_plan(text: str) -> Plan:
     """Return the plan of a text in TOML or JSON; fields that are left out have their defaults.
 

@@ -23,6 +23,7 @@ from meshwright.pipeline import (
     one_f_one_b,
     v_half,
     v_min,
+    wave,
     whole_backward,
     zb_h1,
     zb_h2,
@@ -78,6 +79,8 @@ def _makers(problem: Problem) -> list[Callable[[], Schedule]]:
     if (way,) == zigzag(p):
         makes = (zb_v, v_half, v_min)
         return [*(lambda make=make: make(p, m, problem.times) for make in makes), lambda: dualpipe_v(p, m)]
+    if (way,) == zigzag(p, v):
+        return [lambda: wave(p, m, v, problem.times)]
     return []
 
 

@@ -19,5 +19,4 @@ nearest_sizes    sizes near those that were asked for which a plan exists
 choose           search for the fastest plan that fits into memory
 communication    each kind of communication of a plan, with count, bytes and seconds
 tensor_layouts   layouts of parameters and activations under a plan
-plan_account     account of a plan: time, memory, the bottleneck, and other plans
 """

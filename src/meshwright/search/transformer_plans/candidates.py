@@ -18,7 +18,8 @@ from .sizes import Transformer
 
 T = TypeVar("T")
 SCHEDULES = (
-    "1F1B", "Interleaved 1F1B", "Interleaved zero bubble", "ZB-1p", "ZB-2p", "ZB-V", "V-Half", "V-Min", "DualPipe-V",
+    "1F1B", "Interleaved 1F1B", "Interleaved zero bubble", "ZB-1p", "ZB-2p", "ZB-V", "V-Half", "V-Min", "Wave",
+    "DualPipe-V",
 )  # fmt: skip
 MICROBATCHES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)

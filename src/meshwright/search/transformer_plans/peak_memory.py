@@ -23,7 +23,10 @@ from .software import MESHWRIGHT, Software
 from .states import state_bytes
 
 SELECTED = 0.55
-"""Fraction of the kept bytes of a layer that is left if every other product is recomputed."""
+"""Fraction of the kept bytes of a layer that is left if every other product is recomputed.
+
+It has the result of the layer's last product, which a program keeps unless it is compiled.
+"""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ class _Peak:
             case "none":
                 return kept
             case "selective" if self.software.fused_attention:
-                return kept * SELECTED
+                unneeded = self._rows * HALF * self.model.hidden if self.software.compiled else 0.0
+                return kept * SELECTED - count * unneeded
             case "selective":
                 return kept - count * self._scores()
             case _:

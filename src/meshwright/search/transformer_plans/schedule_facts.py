@@ -66,6 +66,7 @@ SCHEDULE_FACTS = {
     "ZB-V": ScheduleFacts((0.5, 0.0, 0.0), lambda p, m, v, r: p, 2, True, 2**11, 6),
     "V-Half": ScheduleFacts((0.5, 0.5, 0.5), lambda p, m, v, r: np.floor(p / 2) + 1, 2, True, 2**9, 50),
     "V-Min": ScheduleFacts((2 / 3, 2 / 3, 2 / 3), lambda p, m, v, r: np.floor((p + 4) / 3), 2, True, 2**9, 50),
+    "Wave": ScheduleFacts((0.5, 0.5, 0.0), lambda p, m, v, r: p, None, True, 2**11, 6),
     "DualPipe-V": ScheduleFacts((1.0, 0.0, 0.0), lambda p, m, v, r: p + 0.5, 2, True, fits=_twice),
 }
 """Schedule → its facts. The bubbles of V-Half and V-Min are rough: they only decide which tables are simulated."""

@@ -70,6 +70,8 @@ class Software:
     """Bytes per second of a node's memory that has the optimizer's states and step; None if they are on devices."""
     offloaded: float = 0.0
     """Fraction of the kept activations that moves to the host while the device computes, and is not recomputed."""
+    compiled: bool = False
+    """True if layers are compiled, so that selective recomputation keeps no result that no gradient needs."""
     reuses: bool = True
     """True if recomputed layers reuse the memory of the loss; otherwise both peaks add up."""
     once: bool = False

@@ -8,20 +8,32 @@ from dataclasses import asdict, replace
 from meshwright.cost import Cluster, Link
 from meshwright.pipeline import Timeline, simulate_schedule
 
-from ..plan_data.account import Account, Communication, MemoryCurve, OtherPlan, pipeline_memory_curve, slower_parts
-from ..plan_data.plan import Plan
+from ..plan_data.account import (
+    Account,
+    Communication,
+    MemoryCurve,
+    OtherPlan,
+    Throughput,
+    pipeline_memory_curve,
+    slower_parts,
+)
+from ..plan_data.plan import Plan, differences
 from ..plan_data.progress_bar import OnProgress
 from ..plan_data.units import parameters
-from .choose import PlanChoice, PricedPlan, usable_memory
-from .communication import communications
-from .degrees import microbatches
-from .peak_memory import hold, hold_each
-from .predict import predict, stages_of
-from .simulated_step import has_picture, has_short_table, simulate_step, table_of, times_of
-from .sizes import Transformer
-from .software import MESHWRIGHT, Software
-from .tensor_layouts import stage_parts, tensor_layouts
+from ..transformer_plans.choose import PlanChoice, PricedPlan, usable_memory
+from ..transformer_plans.communication import communications
+from ..transformer_plans.degrees import microbatches
+from ..transformer_plans.peak_memory import hold, hold_each
+from ..transformer_plans.predict import flops_utilisation, predict, stages_of
+from ..transformer_plans.simulated_step import has_picture, has_short_table, simulate_step, table_of, times_of
+from ..transformer_plans.sizes import Transformer
+from ..transformer_plans.software import MESHWRIGHT, Software
+from ..transformer_plans.tensor_layouts import stage_parts, tensor_layouts
+from .assumptions import assumptions
+from .changes import changes
+from .known_recipes import nearest_recipes
 
+BILLION, HOUR = 1e9, 3600.0
 OTHERS = "accumulation", "optimizer", "host"
 PARTS = {
     "communication": "ranks wait for links",
@@ -74,7 +86,18 @@ def account(
         decided=asdict(plan),
         timeline=timeline,
         curves=tuple(_curves(timeline, each)) if timeline else (),
+        throughput=throughput(model, plan, cluster, seconds),
+        assumed=assumptions(model, plan, cluster, software),
+        changes=changes(model, plan, cluster, software, choice),
+        recipes=tuple(_recipes(model, plan, cluster, software)),
     )
+
+
+def throughput(model: Transformer, plan: Plan, cluster: Cluster, seconds: float) -> Throughput:
+    """Return the rates of a step that takes so many seconds."""
+    tokens = plan.batch * plan.sequence / seconds
+    hours = plan.ranks / tokens * BILLION / HOUR
+    return Throughput(tokens, flops_utilisation(model, plan, cluster, seconds), hours)
 
 
 USUAL = asdict(Plan())
@@ -175,10 +198,13 @@ def _other_plans(
         yield OtherPlan(differences(plan, other.plan), other.seconds, other.nbytes, why)
 
 
-def differences(best: Plan, other: Plan) -> str:
-    """Return the fields in which `other` differs from `best`, with their values, as text."""
-    one, two = asdict(best), asdict(other)
-    return ", ".join(f"{name} = {two[name]}" for name in one if one[name] != two[name])
+def _recipes(model: Transformer, plan: Plan, cluster: Cluster, software: Software) -> Iterator[OtherPlan]:
+    """Yield the plans of the nearest known recipes, and how this plan differs in time."""
+    own = _spent(model, plan, cluster, software, by_table=False)
+    for name, priced in nearest_recipes(model, plan, cluster, software):
+        changed = differences(plan, priced.plan) or "the same plan"
+        why = slower_parts(own, _spent(model, priced.plan, cluster, software, by_table=False))
+        yield OtherPlan(f"{name}: {changed}", priced.seconds, priced.nbytes, why)
 
 
 def _curves(timeline: Timeline, held: dict[str, dict[str, float]]) -> Iterator[MemoryCurve]:
