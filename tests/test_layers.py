@@ -47,7 +47,9 @@ SUBPACKAGES = {
     ],
     "passes": ["strategies", "operators", "communication", "memory"],
     "pipeline": ["table", "simulation", "schedules", "partition", "runtime"],
-    "search": ["plan_data", "scheduling", "transformer_plans", "sharding", "stages", "module_plans"],
+    "search": [
+        "plan_data", "scheduling", "transformer_plans", "phase_plans", "sharding", "stages", "module_plans",
+    ],
     "engine": ["checks", "marks", "eager", "recording", "static", "training", "planning", "diagnostics"],
     "conformance": ["results", "checks", "workers"],
     "cli": ["console", "ranks", "commands"],

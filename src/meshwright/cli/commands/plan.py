@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.cli.commands.plan_phases import check_options, print_phase_plans
 from meshwright.cli.console.exit_codes import FAILED
 from meshwright.cli.console.files import check_folder, read_object, read_text, write_text
 from meshwright.cli.console.output import print_json, print_text
@@ -39,6 +40,7 @@ GIGA = 1e9
 def plan(settings: argparse.Namespace, argv: list[str]) -> int:
     """Print the best plan with its costs, and the next best plans. Returns 1 if no plan fits."""
     check_folder(settings.out)
+    check_options(settings)
     try:
         model, machines = read_model(settings), cluster(settings.cluster)
         ranks = settings.ranks or machines.devices
@@ -50,6 +52,8 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
         if doubled := sorted({"batch", "sequence", "precision"} & set(settings.given)):
             raise UsageError(f"meshwright plan: --given {doubled[0]}\n  fix: pass --{doubled[0]} alone")
         plan_of(settings.given)
+        if settings.phases != ("train",):
+            return print_phase_plans(settings, model, machines, ranks)
         with progress_bar(f"plans for {ranks} ranks", silent=settings.json) as on_step:
             asked = (settings.batch, settings.sequence, settings.precision)
             found = choose(model, machines, ranks, *asked, on_step=on_step, **settings.given)
