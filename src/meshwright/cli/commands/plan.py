@@ -19,6 +19,7 @@ from meshwright.cost import Cluster, cluster
 from meshwright.layout import MeshwrightError
 from meshwright.search import (
     Plan,
+    PlanChoice,
     PricedPlan,
     Transformer,
     choose,
@@ -60,14 +61,19 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
     except MeshwrightError as error:
         print_text(error, file=sys.stderr)
         return FAILED
-    best = plan_costs(model, found.best.plan, machines)
+    print_choice(settings, found, plan_costs(model, found.best.plan, machines))
+    return 0
+
+
+def print_choice(settings: argparse.Namespace, found: PlanChoice, best: dict[str, Any]) -> None:
+    """Print the best plan of a search, whose costs are given, and the next ones; write it to a file if asked."""
     if settings.out:
         write_text(settings.out, found.best.plan.text())
     if settings.json:
         told = {"considered": found.considered, "fitting": found.fitting, "searched": found.seconds}
         simpler = priced_plan_data(found.simpler) if found.simpler else None
         print_json({**best, **told, "next": [priced_plan_data(p) for p in found.next], "simpler": simpler})
-        return 0
+        return
     print_text(plan_costs_text(best))
     print_text(f"\nthe fastest of {found.fitting} plans that fit ({found.considered} considered); the next best:")
     for other in found.next[:3]:
@@ -75,7 +81,6 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
     if simpler := found.simpler:
         times, changed = simpler.seconds / found.best.seconds, differences(found.best.plan, simpler.plan)
         print_text(f"\na simpler plan, nearly as fast:\n  {times:.3f} x  {changed}")
-    return 0
 
 
 def priced_plan_data(priced: PricedPlan) -> dict[str, Any]:
