@@ -1,9 +1,9 @@
 """Search: broken laws of plans, over random models, clusters and sizes of a step.
 
 States are conserved: the bytes of all ranks are those of the tensors that the plan lists. More replicas and a higher
-stage of ZeRO never need more memory. More bandwidth never makes a plan slower. Any number of layers runs on any
-number of stages. The plan that is printed as best is the best of those that are printed, and does not depend on a
-clock. A number of ranks without a plan is refused with numbers that have one. Published runs fit.
+stage of ZeRO never need more memory. More bandwidth never makes a plan slower, nor generation beside it. Any number of
+layers runs on any number of stages. The plan that is printed as best is the best of those that are printed, and does
+not depend on a clock. A number of ranks without a plan is refused with numbers that have one. Published runs fit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,22 @@ from unittest.mock import patch
 import numpy as np
 
 from meshwright.cost import Cluster
-from meshwright.search import Plan, Plans, SearchError, Transformer, choose, hold, predict, simulate_step, usable_memory
+from meshwright.search import (
+    GenerationSizes,
+    Plan,
+    Plans,
+    SearchError,
+    Transformer,
+    choose,
+    generation_seconds,
+    hold,
+    predict,
+    simulate_step,
+    usable_memory,
+    weight_move,
+)
+from meshwright.search.phase_plans.generation import sampler_layouts
+from meshwright.search.phase_plans.weight_moves import sampler_bytes
 from meshwright.search.transformer_plans.candidates import meshes
 from meshwright.search.transformer_plans.layer_shares import part_sizes, rank_layers
 from meshwright.search.transformer_plans.nearest_sizes import nearest_sizes
@@ -167,6 +182,27 @@ def faster_clusters(cluster: Cluster) -> dict[str, Cluster]:
     }
 
 
+def generation_is_monotone(case: Case, seed: int) -> Broken:
+    """Yield generations and moves of weights that are slower with more bandwidth, or move more than all weights."""
+    plan, model, draw = random_plan(case, seed), case.model, np.random.default_rng(seed)
+    if plan is None or model.experts or model.latent or model.ahead:
+        return
+    sizes = GenerationSizes(*(int(n) for n in draw.integers(1, [512, 2048, 2048, 16])))
+    layouts = list(sampler_layouts(model, plan.ranks, case.cluster.per_node, sizes))
+    layout = layouts[int(draw.integers(len(layouts)))]
+
+    def parts(cluster: Cluster) -> tuple[float, ...]:
+        generated = generation_seconds(model, layout, sizes, cluster)
+        return generated.prefill, generated.step, weight_move(model, plan, layout, cluster).seconds
+
+    base, move = parts(case.cluster), weight_move(model, plan, layout, case.cluster)
+    for what, faster in faster_clusters(case.cluster).items():
+        if any(now > before * (1 + CLOSE) for now, before in zip(parts(faster), base, strict=True)):
+            yield f"{sizes} on {layout} is slower with more bandwidth {what}: {plan}"
+    if not 0 <= move.received <= sampler_bytes(model, layout) or (move.is_shared and move.seconds):
+        yield f"{move} from {plan} to {layout}"
+
+
 # --- layers
 
 
@@ -255,6 +291,7 @@ LAWS: Mapping[str, tuple[Law, int]] = {
     "states are conserved": (states_are_conserved, 2000),
     "memory is monotone": (memory_is_monotone, 800),
     "time is monotone": (time_is_monotone, 400),
+    "generation is monotone": (generation_is_monotone, 400),
     "layers go over any stages": (layers_go_over_any_stages, 1600),
     "the best is the best printed": (the_best_is_the_best_printed, 60),
     "refused sizes name sizes that work": (refused_sizes_name_sizes_that_work, 400),

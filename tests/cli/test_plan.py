@@ -108,3 +108,38 @@ def test_unreadable_files_give_a_message(config: str, tmp_path: Path, capsys: py
     plan.write_text("dp = 0\n")
     assert main(["predict", config, str(plan), "--cluster", "8xH100"]) == 1
     assert "dp = 0" in capsys.readouterr().err
+
+
+PHASES = ["--cluster", "8xH100", "--phases", "train,generate", "--prompts", "16", "--prompt-tokens", "256"]
+
+
+def test_two_phases_are_planned_together(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", config, *PHASES, "--new-tokens", "256", "--samples", "4", "--given", "pp=1"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert all(text in said for text in ("generation:", "decode", "assumed:", "the runner-up takes"))
+    out = tmp_path / "plan.toml"
+    assert main([*asked, "--json", "--out", str(out)]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert told["generate"]["replicas"] * told["generate"]["tp"] == 8
+    assert told["seconds"] <= told["next"][0]["seconds"]
+    assert main(["predict", config, str(out), "--cluster", "8xH100", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] == pytest.approx(told["train"]["seconds"])
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (PHASES, 2, "without --new-tokens"),
+        ([*PHASES, "--new-tokens", "9", "--batch", "8"], 2, "with --batch"),
+        (["--cluster", "8xH100", "--batch", "8"], 2, "without --sequence"),
+        ([*OPTIONS, "--samples", "8"], 2, "with --samples"),
+        ([*OPTIONS, "--phases", "generate"], 2, "train,generate"),
+        ([*PHASES, "--new-tokens", "256", "--ranks", "1"], 1, "are missing on each rank"),
+    ],
+)
+def test_sizes_of_other_phases_give_a_message(
+    options: list[str], code: int, said: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", config, *options]) == code
+    assert said in capsys.readouterr().err

@@ -4,6 +4,7 @@ plan_data             plans and accounts as data, numbers with units, and a prog
 scheduling            search for the best pipeline schedule, with a proven lower bound
 transformer_plans     predict and choose plans for a transformer that is described by its sizes
 transformer_accounts  explain plans for such a transformer: costs, reasons, assumptions, changes, recipes
+phase_plans           plans for steps with two phases, training and generation
 sharding              exact search for the sharding of each operator of a captured model
 stages                divide a captured chain of layers into pipeline stages
 module_plans          search, write and read plans for a captured module: mesh, layouts, pipeline
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from .module_plans.mesh_search import plan_mesh
     from .module_plans.pipeline_plan import Pipelining
     from .module_plans.program_account import program_account
+    from .phase_plans.generation import GenerationSizes, SamplerLayout
+    from .phase_plans.generation_memory import generation_bytes
+    from .phase_plans.generation_time import GenerationSeconds, generation_seconds
+    from .phase_plans.phase_plan import PhasePlan
+    from .phase_plans.phase_search import plan_phases
+    from .phase_plans.weight_moves import WeightMove, received_bytes, weight_move
     from .plan_data.account import Account, Change, Communication, MemoryCurve, OtherPlan, TensorLayout, Throughput
     from .plan_data.account_text import account_text, beside
     from .plan_data.plan import Plan, differences, parse_plan, plan_of
@@ -61,6 +68,8 @@ __all__ = [
     "Communication",
     "Degrees",
     "Experts",
+    "GenerationSeconds",
+    "GenerationSizes",
     "Held",
     "Latent",
     "MemoryCurve",
@@ -69,6 +78,7 @@ __all__ = [
     "Objective",
     "OnProgress",
     "OtherPlan",
+    "PhasePlan",
     "Pipelining",
     "Plan",
     "PlanChoice",
@@ -78,12 +88,14 @@ __all__ = [
     "PricedPlan",
     "Prices",
     "Problem",
+    "SamplerLayout",
     "SearchError",
     "Shardings",
     "Software",
     "TensorLayout",
     "Throughput",
     "Transformer",
+    "WeightMove",
     "Window",
     "account",
     "account_text",
@@ -100,6 +112,8 @@ __all__ = [
     "find_schedule",
     "first_tensor_rows",
     "flops_utilisation",
+    "generation_bytes",
+    "generation_seconds",
     "hints",
     "hold",
     "least_by_enumeration",
@@ -110,9 +124,11 @@ __all__ = [
     "parse_plan",
     "plan_mesh",
     "plan_of",
+    "plan_phases",
     "predict",
     "program_account",
     "progress_bar",
+    "received_bytes",
     "seconds",
     "share",
     "simulate_step",
@@ -121,6 +137,7 @@ __all__ = [
     "throughput",
     "transformer_of",
     "usable_memory",
+    "weight_move",
 ]
 
 __getattr__ = lazy_names(__name__)

@@ -5,6 +5,7 @@ train               train on a mesh of ranks, and compare with one device
 training_progress   progress bar of a training run, and a table of two losses
 run                 run a script on several ranks, simulated or as processes
 plan                `plan` finds the best plan for a cluster; `predict` predicts a given plan
+plan_phases         plans of two phases, for `plan --phases train,generate`
 explain             costs of a training step and their reasons
 parallelize         suggest a plan by module names for a model
 quantize            quantize a language model

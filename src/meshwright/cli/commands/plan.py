@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.cli.commands.plan_phases import check_options, print_phase_plans
 from meshwright.cli.console.exit_codes import FAILED
 from meshwright.cli.console.files import check_folder, read_object, read_text, write_text
 from meshwright.cli.console.output import print_json, print_text
@@ -45,6 +46,7 @@ GIGA = 1e9
 def plan(settings: argparse.Namespace, argv: list[str]) -> int:
     """Print the best plan with its costs, and the next best plans. Returns 1 if no plan fits."""
     check_folder(settings.out)
+    check_options(settings)
     try:
         model, machines = read_model(settings), cluster(settings.cluster)
         ranks = settings.ranks or machines.devices
@@ -56,18 +58,26 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
         if doubled := sorted({"batch", "sequence", "precision"} & set(settings.given)):
             raise UsageError(f"meshwright plan: --given {doubled[0]}\n  fix: pass --{doubled[0]} alone")
         plan_of(settings.given)
+        if settings.phases != ("train",):
+            return print_phase_plans(settings, model, machines, ranks)
         with progress_bar(f"plans for {ranks} ranks", silent=settings.json) as on_step:
             asked = (settings.batch, settings.sequence, settings.precision)
             found = choose(model, machines, ranks, *asked, on_step=on_step, **settings.given)
     except MeshwrightError as error:
         print_text(error, file=sys.stderr)
         return FAILED
+    print_choice(settings, model, found, machines)
+    return 0
+
+
+def print_choice(settings: argparse.Namespace, model: Transformer, found: PlanChoice, machines: Cluster) -> None:
+    """Print the best plan of a search, the next ones, and the nearest known recipes; write it to a file if asked."""
     best = plan_costs(model, found.best.plan, machines, found)
     if settings.out:
         write_text(settings.out, found.best.plan.text())
     if settings.json:
         print_json({**best, **choice_data(model, found, machines)})
-        return 0
+        return
     print_text(plan_costs_text(best))
     print_text(f"\nthe fastest of {found.fitting} plans that fit ({found.considered} considered); the next best:")
     for other in found.next[:3]:
@@ -76,7 +86,6 @@ def plan(settings: argparse.Namespace, argv: list[str]) -> int:
         times, changed = simpler.seconds / found.best.seconds, differences(found.best.plan, simpler.plan)
         print_text(f"\na simpler plan, nearly as fast:\n  {times:.3f} x  {changed}")
     print_text(surroundings_text(model, found, machines))
-    return 0
 
 
 def choice_data(model: Transformer, found: PlanChoice, machines: Cluster) -> dict[str, Any]:

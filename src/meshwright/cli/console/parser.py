@@ -233,15 +233,16 @@ def plan_parser() -> Parser:
     add_model(parser)
     add_cluster(parser)
     parser.add_argument("--ranks", type=positive, metavar="N", help="number of devices (all of the cluster)")
-    parser.add_argument("--batch", type=positive, required=True, metavar="N", help="sequences per step")
-    parser.add_argument("--sequence", type=positive, required=True, metavar="N", help="tokens per sequence")
+    parser.add_argument("--batch", type=positive, metavar="N", help="sequences per step")
+    parser.add_argument("--sequence", type=positive, metavar="N", help="tokens per sequence")
+    add_generation(parser)
     parser.add_argument(
         "--precision", choices=("bf16", "fp16", "fp8"), default="bf16", help="precision of matrix products (bf16)"
     )
     parser.add_argument(
         "--given", type=plan_decisions, default={}, metavar="NAME=VALUE,...", help="fixed choices, such as tp=8,zero=1"
     )
-    parser.add_argument("--out", metavar="FILE", help="write the plan as TOML")
+    parser.add_argument("--out", metavar="FILE", help="write the plan of training as TOML")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -405,6 +406,15 @@ def add_model(parser: Parser) -> None:
     )
 
 
+def add_generation(parser: Parser) -> None:
+    sizes = parser.add_argument_group("steps that generate what they train on, instead of --batch and --sequence")
+    sizes.add_argument("--phases", type=phases, default=("train",), metavar="NAMES", help="train,generate (train)")
+    sizes.add_argument("--prompts", type=positive, metavar="N", help="prompts per step")
+    sizes.add_argument("--samples", type=positive, metavar="N", help="samples of each prompt (1)")
+    sizes.add_argument("--prompt-tokens", type=positive, metavar="N", help="tokens of a prompt")
+    sizes.add_argument("--new-tokens", type=positive, metavar="N", help="tokens that are generated for each sample")
+
+
 def add_cluster(parser: Parser) -> None:
     parser.add_argument(
         "--cluster", required=True, metavar="CLUSTER", help="such as '64xH100, 8 per node, 400G', or a TOML file"
@@ -435,6 +445,18 @@ def plan_decisions(text: str) -> dict[str, object]:
             raise argparse.ArgumentTypeError(f"{name.strip()} is given twice")
         known = {"true": True, "false": False}
         found[name.strip()] = known.get(value, int(value) if value.isdecimal() else value)
+    return found
+
+
+def phases(text: str) -> tuple[str, ...]:
+    """Return the phases of a step.
+
+    >>> phases("train,generate")
+    ('train', 'generate')
+    """
+    found = tuple(text.split(","))
+    if found not in (("train",), ("train", "generate")):
+        raise argparse.ArgumentTypeError(f"{text} is neither train nor train,generate")
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,9 @@ from meshwright.layout import Spec, TorchValue
 from meshwright.search import (
     REPLICAS,
     AccumulationCheck,
+    GenerationSizes,
     MeshPlan,
+    PhasePlan,
     SearchError,
     check_accumulation,
     first_tensor_rows,
@@ -32,6 +34,7 @@ from ..marks.context_parallel import ContextHooks
 from ..recording.shared_recordings import searched_once
 from ..recording.strategy import GradientMerge, Pipeline, Recomputing, Sharding, Strategy
 from ..static.to_static import DistModel
+from .phases import check_phases, plan_both_phases
 from .stage_distribution import distribute_over_stages
 
 ADAM, SMALL = 2.0, 64
@@ -40,6 +43,7 @@ MOST = 20_000
 """Most operators of a forward pass that a search accepts; a layer has about a hundred."""
 
 
+@overload
 def plan(
     model: nn.Module,
     batch: Sequence[Any],
@@ -49,7 +53,34 @@ def plan(
     cluster: Cluster | str | None = None,
     ranks: int | None = None,
     stages: int | None = None,
-) -> tuple[MeshPlan, ...]:
+    phases: tuple[Literal["train"]] = ("train",),
+) -> tuple[MeshPlan, ...]: ...
+
+
+@overload
+def plan(
+    model: object,
+    *,
+    cluster: Cluster | str | None = None,
+    ranks: int | None = None,
+    stages: int | None = None,
+    phases: tuple[Literal["train"], Literal["generate"]],
+    generation: GenerationSizes,
+) -> tuple[PhasePlan, ...]: ...
+
+
+def plan(
+    model: Any,
+    batch: Sequence[Any] | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: Optimizer | None = None,
+    *,
+    cluster: Cluster | str | None = None,
+    ranks: int | None = None,
+    stages: int | None = None,
+    phases: tuple[str, ...] = ("train",),
+    generation: GenerationSizes | None = None,
+) -> tuple[MeshPlan, ...] | tuple[PhasePlan, ...]:
     """Return the plans for training `model` on `ranks` devices of a cluster, fastest first; nothing runs.
 
     Model and batch may be on the meta device. `loss` is called as by `to_static`, as `loss(model(*batch[:-1]),
@@ -58,16 +89,36 @@ def plan(
     with a pipeline is included if it is the fastest of all. With `stages`, all plans have that many pipeline stages,
     and with stages=1 no plan has a pipeline.
 
+    With `phases=("train", "generate")`, a step generates sequences, trains on them, and moves the weights to the
+    sampler. The result has a layout for each phase (`PhasePlan`). The model is one of transformers, its configuration,
+    or a `meshwright.search.Transformer`. `generation` has the number and the lengths of the sequences. Leave out
+    `batch`, `loss` and `optimizer`. `stages` are those of training.
+
     Raises:
         SearchError: no plan fits into memory; the message says how much is missing.
         CaptureError: the model cannot be captured; the message names the line at fault.
     """
     machines = resolve_cluster(cluster)
+    if check_phases(phases):
+        unused = {"batch": batch, "loss": loss, "optimizer": optimizer}
+        return plan_both_phases(model, generation, machines, ranks, stages, unused)
+    if batch is None or generation is not None:
+        raise _not_for_training(batch)
     devices = ranks or machines.devices or current_communicator().size
     program, states = _captured(model, batch, loss), states_of(optimizer)
     with progress_bar(f"plans for {devices} ranks") as on_step:
         leaves = list(leaves_in(batch))
         return plan_mesh(program, machines, devices, on_step, batch=leaves, states=states, stages=stages)
+
+
+def _not_for_training(batch: Sequence[Any] | None) -> BatchError:
+    """Return the error for a plan of training without a batch, or with sizes of a generation."""
+    return BatchError(
+        "mw.plan for training",
+        "no batch" if batch is None else "the sizes of a generation",
+        "the search captures the forward pass of a batch, and nothing is generated",
+        'pass the batch alone; or phases=("train", "generate") and generation=...',
+    )
 
 
 def states_of(optimizer: Optimizer | None) -> float:

@@ -19,7 +19,7 @@ from ..plan_data.plan import Plan
 from ..plan_data.progress_bar import OnProgress
 from ..plan_data.units import parameters
 from .candidates import candidates, count_bundles
-from .degrees import NUMBERS, Plans
+from .degrees import NUMBERS, Plans, columns
 from .nearest_sizes import nearest_sizes
 from .peak_memory import hold
 from .predict import predict
@@ -42,6 +42,8 @@ ALIKE = 0.03
 """Largest relative difference in time at which a simpler plan is named. Predictions are no more exact than that."""
 PLAIN = frozenset({"1F1B", "Interleaved 1F1B"})
 """Schedules that most programs have."""
+Beside = Callable[[Plans], tuple[Row, Row]]
+"""Function from plans to the seconds of other work in each step, and to the bytes that a rank holds meanwhile."""
 SIMULATED = 2**17
 """Chunks times microbatches that a search simulates: counted, so that any machine finds the same plan."""
 
@@ -90,12 +92,14 @@ def choose(
     software: Software = MESHWRIGHT,
     keep: int = KEPT,
     on_step: OnProgress | None = None,
+    beside: Beside | None = None,
     **given: JsonValue,
 ) -> PlanChoice:
     """Return the fastest plan for `ranks` devices of a cluster; `given` fixes fields of the plan, as `tp=8`.
 
     `keep` is the number of plans that are returned. `on_step` is called with the progress. Of plans that take equally
-    long, the one with the smaller tp * cp * pp comes first.
+    long, the one with the smaller tp * cp * pp comes first. Seconds and bytes include the work `beside` a step of
+    training: seconds are added, and a plan fits if the larger of both memories does.
 
     Raises:
         SearchError: a size or a given field is not valid, or no plan fits. The message says what is missing.
@@ -111,8 +115,7 @@ def choose(
     tell, bundles = on_step or (lambda done, of: None), count_bundles(given)
     for n, plans in enumerate(candidates(model, ranks, batch, sequence, precision, cluster.per_node, given)):
         tell(n, 2 * bundles + keep)
-        seconds = np.asarray(predict(model, plans, cluster, software).seconds)
-        nbytes = np.asarray(hold(model, plans, software).nbytes)
+        seconds, nbytes = _costs(model, plans, cluster, software, beside)
         fits = nbytes <= memory_limit
         considered, fitting = considered + len(seconds), fitting + int(fits.sum())
         fast = np.where(fits, seconds, np.inf)
@@ -120,17 +123,29 @@ def choose(
         for chunks in np.unique(plans.chunks):
             best += _best_plans(plans, np.where(plans.chunks == chunks, fast, np.inf), nbytes, 1)
         too_large += _best_plans(plans, np.where(fits, np.inf, seconds), nbytes, 1)
-        least = _priced_plan(plans, int(np.argmin(nbytes)), seconds, nbytes)
+        least = priced_plan(plans, int(np.argmin(nbytes)), seconds, nbytes)
         smallest = least if smallest is None or least.nbytes < smallest.nbytes else smallest
     simulated = _to_simulate(best, others, keep)
     found = _sorted_by_simulation(
-        simulated, model, cluster, software, lambda n: tell(bundles + n, bundles + len(simulated))
+        simulated, model, cluster, software, beside, lambda n: tell(bundles + n, bundles + len(simulated))
     )
     if not found:
         raise _no_plan_error(model, cluster, ranks, batch, sequence, memory_limit, smallest, given, software)
-    beyond = _faster_plan_beyond(sorted(too_large, key=_sort_key)[:1], found[0], model, cluster, software)
+    beyond = _faster_plan_beyond(sorted(too_large, key=_sort_key)[:1], found[0], model, cluster, software, beside)
     simpler, spent = _simpler_plan(found), time.monotonic() - begin
     return PlanChoice(found[0], tuple(found[1:keep]), considered, fitting, spent, beyond, simpler)
+
+
+def _costs(
+    model: Transformer, plans: Plans, cluster: Cluster, software: Software, beside: Beside | None
+) -> tuple[Row, Row]:
+    """Return the seconds and bytes of each plan."""
+    seconds = np.asarray(predict(model, plans, cluster, software).seconds)
+    nbytes = np.asarray(hold(model, plans, software).nbytes)
+    if beside is None:
+        return seconds, nbytes
+    further, held = beside(plans)
+    return seconds + further, np.maximum(nbytes, held)
 
 
 def _to_simulate(best: list[PricedPlan], others: list[PricedPlan], keep: int) -> list[PricedPlan]:
@@ -145,11 +160,16 @@ def _to_simulate(best: list[PricedPlan], others: list[PricedPlan], keep: int) ->
 
 
 def _faster_plan_beyond(
-    too_large: list[PricedPlan], best: PricedPlan, model: Transformer, cluster: Cluster, software: Software
+    too_large: list[PricedPlan],
+    best: PricedPlan,
+    model: Transformer,
+    cluster: Cluster,
+    software: Software,
+    beside: Beside | None,
 ) -> PricedPlan | None:
     """Return the fastest plan that does not fit, if it is faster than the best."""
     found = [p for p in too_large if p.seconds < best.seconds]
-    found = _sorted_by_simulation(found, model, cluster, software)
+    found = _sorted_by_simulation(found, model, cluster, software, beside)
     return next((p for p in found if p.seconds < best.seconds), None)
 
 
@@ -176,6 +196,7 @@ def _sorted_by_simulation(
     model: Transformer,
     cluster: Cluster,
     software: Software,
+    beside: Beside | None,
     tell: Callable[[int], None] = lambda n: None,
 ) -> list[PricedPlan]:
     """Return the plans in the order of their simulated seconds; plans whose schedule has no table are dropped.
@@ -190,17 +211,19 @@ def _sorted_by_simulation(
             continue
         work.add(priced.plan)
         with suppress(ScheduleError):
-            told.append(replace(priced, seconds=simulate_step(model, priced.plan, cluster, software)))
+            others = float(beside(columns([priced.plan]))[0][0]) if beside else 0.0
+            told.append(replace(priced, seconds=simulate_step(model, priced.plan, cluster, software) + others))
     return sorted(told, key=_sort_key)
 
 
 def _best_plans(plans: Plans, seconds: Row, nbytes: Row, keep: int) -> Iterator[PricedPlan]:
     for n in np.argsort(seconds, kind="stable")[:keep]:
         if np.isfinite(seconds[n]):
-            yield _priced_plan(plans, int(n), seconds, nbytes)
+            yield priced_plan(plans, int(n), seconds, nbytes)
 
 
-def _priced_plan(plans: Plans, n: int, seconds: Row, nbytes: Row) -> PricedPlan:
+def priced_plan(plans: Plans, n: int, seconds: Row, nbytes: Row) -> PricedPlan:
+    """Return plan `n` of a bundle with its costs."""
     numbers = {name: int(getattr(plans, name)[n]) for name in NUMBERS}
     divided = bool(numbers.pop("sequence_parallel"))
     plan = Plan(

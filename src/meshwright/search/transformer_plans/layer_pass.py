@@ -63,7 +63,7 @@ class LayerPass:
 
         A layer is never faster than a host starts its operators.
         """
-        spent, host = computed + self.layers.meetings(), self._host_seconds(experts)
+        spent, host = computed + self.layers.meetings(), self.host_seconds(experts)
         forward = np.maximum(spent.forward, host[0])
         again = self._again(spent, experts)
         again = np.maximum(again, host[0]) if self.plan.recompute == "full" else again
@@ -73,7 +73,7 @@ class LayerPass:
 
     # --- the host
 
-    def _host_seconds(self, experts: ExpertTime | None) -> tuple[Numbers, Numbers]:
+    def host_seconds(self, experts: ExpertTime | None) -> tuple[Numbers, Numbers]:
         """Return the seconds that a host needs to start a layer's operators, forward and backward.
 
         It starts experts one by one, unless one kernel has them all. It takes no time for parts that graphs start.

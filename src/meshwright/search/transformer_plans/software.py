@@ -88,6 +88,12 @@ class Software:
     """True if the head is a product of 8-bit numbers too, where the layers are."""
     graphs: frozenset[LayerPart] = frozenset()
     """Parts of a layer that device graphs start, so that the host takes no time for them."""
+    ask_every: int = 8
+    """Number of tokens after which the ranks of a sampler ask if all rows have ended."""
+    cache_block: int = 64
+    """Memory of keys and values is taken for a multiple of so many positions; a decode step reads all of it."""
+    bucket: float = 2.0**28
+    """Bytes of the messages that a rank has at once while weights move to a sampler."""
 
 
 MESHWRIGHT = Software()
