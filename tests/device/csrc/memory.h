@@ -23,6 +23,7 @@ struct Block {
   StreamState* stream;                 // that it was allocated on
   std::vector<StreamState*> recorded;  // other streams that use it, by `record_stream`
   History history;
+  uint64_t graph = 0;  // number of the recording in which it was allocated, which keeps it; 0 for none
   int openings = 0;
 
   ~Block();
