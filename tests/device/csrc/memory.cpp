@@ -161,10 +161,8 @@ void release(void* context) {
     std::lock_guard guard(state_lock());
     for_each_statistic(block->device, [&](auto& stat, bool is_bytes) { stat.decrease(is_bytes ? block->bytes : 1); });
   }
-  if (block->graph == 0)
-    poison_after_users(block, true);
-  else if (block->graph == recording_number())
-    record([block] { poison_after_users(block, false); });
+  if (record([block] { poison_after_users(block, false); }) || block->of_graph) return;
+  poison_after_users(block, true);
 }
 
 class DeviceAllocator final : public c10::DeviceAllocator {
@@ -224,7 +222,7 @@ c10::DataPtr allocate(c10::DeviceIndex device, size_t bytes) {
   block->span = (bytes + page_size() - 1) / page_size() * page_size();
   block->device = device;
   block->stream = &current_stream(device);
-  block->graph = recording_number();
+  block->of_graph = is_recording();
   {
     std::lock_guard guard(page_lock());
     Arena& arena = arenas().at(device);

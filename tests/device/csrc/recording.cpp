@@ -2,8 +2,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <atomic>
-
 #if __has_include(<ATen/core/GraphImplInterface.h>)  // torch 2.13
 #include <ATen/core/GraphImplInterface.h>
 #endif
@@ -19,10 +17,6 @@ thread_local const Recording* replaying = nullptr;
 
 bool is_recording() {
   return recording != nullptr;
-}
-
-uint64_t recording_number() {
-  return recording ? recording->number : 0;
 }
 
 bool record(std::function<void()> action) {
@@ -52,8 +46,7 @@ void refuse_in_recording(const char* name, const char* what) {
 void begin_recording() {
   StreamState& origin = current_stream(current_device());
   TORCH_CHECK(!recording && origin.lazy(), "a graph is recorded on another stream than the default one, one at a time");
-  static std::atomic<uint64_t> count{0};
-  recording = std::make_shared<Recording>(Recording{++count, &origin, {&origin}, {}});
+  recording = std::make_shared<Recording>(Recording{&origin, {&origin}, {}});
 }
 
 std::shared_ptr<Recording> end_recording() {

@@ -9,7 +9,6 @@ namespace test_device {
 
 // What a thread has queued while it recorded, in order. Nothing of it has run.
 struct Recording {
-  uint64_t number;  // from 1 on
   StreamState* origin;  // the stream that was current at the begin; a replay takes the one that is current then
   std::set<const StreamState*> joined;  // the origin, and streams that have waited for a joined stream
   std::vector<std::function<void()>> actions;
@@ -17,8 +16,6 @@ struct Recording {
 
 // True while this thread records. Nothing that it queues may need the host then.
 bool is_recording();
-// Number of the recording of this thread; 0 while it does not record.
-uint64_t recording_number();
 // Store an action for replays; false if this thread does not record, so that the caller acts now.
 bool record(std::function<void()> action);
 // Store work on a stream. Raises an error for a stream that does not wait for the recording.

@@ -29,9 +29,8 @@ class StreamTimes:
 
     def begin(self) -> torch.Event:
         """Return an event at the present point of the current stream."""
-        return torch.accelerator.current_stream(self._device).record_event(
-            torch.Event(self._device, enable_timing=True)
-        )
+        here = torch.accelerator.current_stream(self._device)
+        return here.record_event(torch.Event(self._device, enable_timing=True))
 
     def end(self, stream: str, what: str, began: torch.Event) -> None:
         """Add work that has begun at an event of the current stream and ends at its present point."""

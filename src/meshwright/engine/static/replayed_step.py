@@ -16,6 +16,7 @@ from meshwright.tensor import map_tensors
 
 from .._errors import StaticError
 from ..checks.step_checks import current_checks
+from ..recording.without_gc import garbage_collection_paused
 from .program_builder import CompiledProgram
 
 ASKED = "a step with cuda_graph = true"
@@ -128,7 +129,8 @@ class ReplayedStep:
             return outputs
 
         device = next(x.device for x in held if isinstance(x, Tensor))
-        return _Recorded(DeviceGraph(work, device), key, held)
+        with garbage_collection_paused():  # a recording would contain what a collection frees
+            return _Recorded(DeviceGraph(work, device), key, held)
 
     def _replay(self, recorded: _Recorded, given: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Queue the step. The values to write back are the written tensors themselves."""
