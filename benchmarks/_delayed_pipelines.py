@@ -28,7 +28,7 @@ from ._virtual_pipelines import OverlappedPipeline, TimedStep
 
 ROOT = Path(__file__).parents[1]
 STAGES, MICROBATCHES, WIDTH = 2, 4, 4
-WORK, LATENCY = 0.1, 0.05
+WORK, LATENCY = 0.2, 0.1
 """Seconds of a forward or a backward pass of a microbatch in a stage, and seconds of a message."""
 BANDWIDTH = 1e12
 WARM_UP, TURNS = 1, 3

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import Communicator, DeviceGraph, current_communicator, has_graphs, is_compared, world_ranks
-from meshwright.graph import Conversion, Operator, Program, Run, Start, is_random_call
+from meshwright.graph import Conversion, Node, Operator, Program, Run, Start, is_random_call
 from meshwright.layout import TorchValue
 from meshwright.tensor import map_tensors
 
@@ -20,6 +20,9 @@ from ..recording.without_gc import garbage_collection_paused
 from .program_builder import CompiledProgram
 
 ASKED = "a step with cuda_graph = true"
+_LEAVE_OUT = "leave out cuda_graph"
+_Problem = tuple[str, str, str]
+"""What hinders a replay: what was found, why that is a problem, and what to do."""
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 """Tags of operators whose results the host reads."""
 
@@ -46,28 +49,31 @@ def refuse_replays(program: Program, here: Communicator, communicates_by: frozen
         raise StaticError(ASKED, *problem)
 
 
-def _problems(program: Program, here: Communicator, communicates_by: frozenset[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield what hinders a replay: what was found, why that is a problem, and what to do."""
-    leave_out = "leave out cuda_graph"
+def _problems(program: Program, here: Communicator, communicates_by: frozenset[str]) -> Iterator[_Problem]:
+    """Yield what hinders a replay of the program."""
     if not has_graphs(program.device):
         why = "a step is replayed as a graph of the device, by torch.accelerator.Graph of torch 2.13 or later"
-        yield f"a program on {program.device}, which has no graphs", why, leave_out
+        yield f"a program on {program.device}, which has no graphs", why, _LEAVE_OUT
     on_host = next((i for i in program.inputs if i.value.is_tensor and i.value.device == "cpu"), None)
     if on_host is not None:
         why = "a replay would use the value from the recording"
         fix = "keep it on the device: pass capturable=True to the optimizer, and move buffers and batches"
         yield f"{on_host.role} {on_host.name!r} on the CPU", why, fix
     for node in program.nodes:
-        named = f"{node.op} {node.origin.where}".rstrip()
-        if isinstance(node.op, Operator) and any(tag in node.op.tags for tag in _READS):
-            yield named, "the host reads its result, or its shape", f"{leave_out}, or the operator"
-        if is_random_call(node):
-            yield named, "a replay would draw the random numbers of the recording", f"{leave_out}, or the operator"
+        yield from _problems_of(node)
     missing = sorted(communicates_by - here.replayed) if here.size > 1 else []
     if missing:
         why = "a graph of the device holds calls of the device's own transport only"
-        fix = f"{leave_out}, or call init_process with the transport of the device"
+        fix = f"{_LEAVE_OUT}, or call init_process with the transport of the device"
         yield f"{' and '.join(missing)} through the memory of the host", why, fix
+
+
+def _problems_of(node: Node) -> Iterator[_Problem]:
+    named = f"{node.op} {node.origin.where}".rstrip()
+    if isinstance(node.op, Operator) and any(tag in node.op.tags for tag in _READS):
+        yield named, "the host reads its result, or its shape", f"{_LEAVE_OUT}, or the operator"
+    if is_random_call(node):
+        yield named, "a replay would draw the random numbers of the recording", f"{_LEAVE_OUT}, or the operator"
 
 
 def calls_of(program: Program, is_pipeline: bool) -> frozenset[str]:
