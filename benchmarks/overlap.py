@@ -5,6 +5,9 @@ overlap, and once more with `OverlapSchedule`. The pass predicts the hidden seco
 
 Eager steps with data parallelism run with each reduction finished at its start, and once more beside the backward pass.
 All buckets but the last one should be hidden.
+
+Static steps of pipelines run with messages on the stream of the operators, and once more beside them. The times of both
+are predicted by `simulate_schedule`. One more pipeline runs on two processes, with a network that delays its messages.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from meshwright.graph import Pass
 from meshwright.passes import OverlapSchedule, SplitProducts
 from tests.device.inspection import Devices
 
+from ._delayed_pipelines import delayed_pipeline
+from ._virtual_pipelines import OverlappedPipeline, Pipeline, overlapped_pipeline
 from ._virtual_steps import Chain, Machine, VirtualStep, buckets_of, lower_bound, virtual_step
 from .races import finished_conversions
 
@@ -46,6 +51,7 @@ CASES = {
     "ZeRO-3, buckets": Case("dp", {"sharding": STAGE_3, "dp_optimization": IN_BUCKETS}),
     "tp, split products": Case("tp", {}, (SplitProducts(pieces=2, least=0),)),
 }
+PIPELINES = {"pp, 1F1B": Pipeline("1F1B"), "pp, ZB-H1": Pipeline("ZB-H1")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +122,12 @@ def _overlapped(machine: Machine, without: VirtualStep, overlapped: VirtualStep)
 def run(quick: bool = False) -> dict[str, Any]:
     devices, machine = Devices(), Machine()
     chain = Chain(layers=6) if quick else Chain()
-    found = {name: overlapped(devices, machine, chain, case) for name, case in CASES.items()}
+    found: dict[str, Overlapped | OverlappedPipeline] = {
+        name: overlapped(devices, machine, chain, case) for name, case in CASES.items()
+    }
     found["eager dp"] = eager_overlapped(devices, machine, chain)
+    found |= {name: overlapped_pipeline(devices, machine, pipeline) for name, pipeline in PIPELINES.items()}
+    found["pp, GPipe, 2 processes"] = delayed_pipeline("GPipe")
     same = all(each.without.losses == each.overlapped.losses for each in found.values())
     ok = same and all(each.share >= HIDDEN_GOAL and each.slowdown <= TIME_GOAL for each in found.values())
     return {

@@ -7,7 +7,7 @@ and makes the streams wait, and this class queues transfers of the [transport](t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -58,6 +58,10 @@ class DeviceCommunicator(QueuedCommunicator):
         super().__init__(inner.rank, inner.size)
         self.inner, self.seen = inner, inner.seen
         self.transport = _shared_transport(inner, latency, bandwidth)
+
+    @property
+    def replayed(self) -> frozenset[Literal["collectives", "messages"]]:
+        return frozenset({"collectives", "messages"})
 
     def _queue(self, call: CommCall, sends: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         if any(x.device.type == "cpu" for x in (*sends, *out)):

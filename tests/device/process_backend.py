@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from .backend import register
+from meshwright import Platform, register_platform
+
+from .backend import NAME, register
 
 LATENCY, BANDWIDTH = 1e-5, 1e11
 Call = Callable[[list[Tensor], list[Tensor]], Any]
@@ -179,11 +181,34 @@ class _DeviceQueue:
                 self._errors.append(error)
 
 
+class QueuedSignal:
+    """A number for which streams wait by queued work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._core: Any = register()
+        self._number = 0
+        self._changed = threading.Condition()
+
+    def wait(self, stream: torch.Stream, number: int) -> None:
+        def run(start: float) -> float:
+            with self._changed:
+                self._changed.wait_for(lambda: self._number >= number)
+            return start
+
+        self._core.launch(stream, "wait for the host", [], [], run)
+
+    def reach(self, number: int) -> None:
+        with self._changed:
+            self._number = number
+            self._changed.notify_all()
+
+
 def _time(seconds: float) -> Tensor:
     return torch.tensor(seconds, dtype=torch.float64, device="cpu")
 
 
 def register_backend() -> None:
     """Make the name `mesh` known to `torch.distributed`, and so to `meshwright.init_process`."""
+    register_platform(Platform(NAME, signal=QueuedSignal))
     if "MESH" not in dist.Backend._plugins:
         dist.Backend.register_backend("mesh", QueuedBackend, devices=["mesh"])

@@ -79,11 +79,12 @@ class Training:
         device: torch.device | str,
         dropout: float = 0.0,
         strategy: mw.Strategy | None = None,
+        capturable: bool = False,
     ) -> None:
         torch.manual_seed(0)
         marked = _OTHERS[kind](device) if kind in _OTHERS else _of_linear_layers(kind, device, dropout)
-        self.model, self._batch = marked.model, marked.batch
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, eps=1e-3)
+        self.model, self.batch = marked.model, marked.batch
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, eps=1e-3, capturable=capturable)
         stage = kind.removeprefix("words, ")
         if stage.startswith("ZeRO"):
             mw.shard_optimizer(self.optimizer, _stage(stage, self.model))
@@ -91,9 +92,9 @@ class Training:
         if static:
             self._step = mw.to_static(self.model, None, marked.loss, self.optimizer, strategy)
 
-    def step(self) -> Tensor:
-        """Make a training step and return its loss, which may not be computed yet."""
-        return self._step(*self._batch)
+    def step(self, *batch: Tensor) -> Tensor:
+        """Make a training step, with another batch if one is given; return its loss, which may not be computed yet."""
+        return self._step(*(batch or self.batch))
 
     def parameters(self) -> list[Tensor]:
         """Return all parameters, whole and on the CPU."""

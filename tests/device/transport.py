@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -99,37 +100,55 @@ class Transport:
         The n-th call of each member with the same members is one collective.
         """
         members = tuple(sorted(call.group))
-        transfer = self._transfer(rank, members, call.kind, members, received_bytes(call, rank))
+        reads, writes = self._operands(sends), self._operands(receives)
 
-        def run(start: float) -> float:
-            return self._end_of(transfer, rank, move, start)
+        def queue() -> None:
+            transfer = self._transfer(rank, members, call.kind, members, received_bytes(call, rank))
+            run = partial(self._end_of, transfer, rank, move)
+            self._queue(transfer, rank, stream, reads, writes, run, call)
 
-        self._queue(transfer, rank, stream, sends, receives, run, call)
+        self._now_or_in_replays(queue)
 
     def send(self, rank: int, peer: int, tag: int, stream: torch.Stream, x: Tensor) -> None:
         """Queue a message; it leaves when the stream reaches it, whether or not the peer receives it."""
-        transfer = self._message(rank, rank, peer, tag, x.nbytes)
+        reads, nbytes = self._operands([x]), x.nbytes
 
-        def leave(start: float) -> float:
+        def leave(transfer: _Transfer, start: float) -> float:
             transfer.started[rank] = start
             transfer.end = start + transfer.seconds
-            transfer.sent = [operand.read() for operand in transfer.parts[rank].sends]
-            return start + x.nbytes / self.bandwidth
+            transfer.sent = [operand.read() for operand in reads]
+            return start + nbytes / self.bandwidth
 
-        self._queue(transfer, rank, stream, [x], [], leave)
+        def queue() -> None:
+            transfer = self._message(rank, rank, peer, tag, nbytes)
+            self._queue(transfer, rank, stream, reads, [], partial(leave, transfer))
+
+        self._now_or_in_replays(queue)
 
     def receive(self, rank: int, peer: int, tag: int, stream: torch.Stream, out: Tensor) -> None:
         """Queue the receive of a message into `out`."""
-        transfer = self._message(rank, peer, rank, tag, out.nbytes)
+        writes, nbytes = self._operands([out]), out.nbytes
 
-        def arrive(start: float) -> float:
+        def arrive(transfer: _Transfer, start: float) -> float:
             self._run_before(transfer, peer, more=1)
             assert transfer.end is not None
             (values,) = transfer.sent
-            transfer.parts[rank].receives[0].write(values)
+            writes[0].write(values)
             return max(start, transfer.end)
 
-        self._queue(transfer, rank, stream, [], [out], arrive)
+        def queue() -> None:
+            transfer = self._message(rank, peer, rank, tag, nbytes)
+            self._queue(transfer, rank, stream, [], writes, partial(arrive, transfer))
+
+        self._now_or_in_replays(queue)
+
+    def _operands(self, tensors: Sequence[Tensor]) -> list[Any]:
+        return [self._core.Operand(x) for x in tensors]
+
+    def _now_or_in_replays(self, queue: Callable[[], None]) -> None:
+        """Queue a call; while a graph is recorded, only in each replay of it."""
+        if not self._core.record(queue):
+            queue()
 
     def _message(self, rank: int, source: int, target: int, tag: int, nbytes: int) -> _Transfer:
         return self._transfer(rank, ("message", source, target, tag), "message", (source, target), nbytes)
@@ -148,13 +167,12 @@ class Transport:
         transfer: _Transfer,
         rank: int,
         stream: torch.Stream,
-        sends: Sequence[Tensor],
-        receives: Sequence[Tensor],
+        reads: list[Any],
+        writes: list[Any],
         run: Callable[[float], float],
         call: CommCall | None = None,
     ) -> None:
         core = self._core
-        reads, writes = [core.Operand(x) for x in sends], [core.Operand(x) for x in receives]
         transfer.parts[rank] = _Part(stream, core.position(stream) + 1, core.host_time(), reads, writes, call)
         core.launch(stream, transfer.name, reads, writes, run)
         self._ranks.release_all()

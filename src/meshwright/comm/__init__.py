@@ -48,6 +48,8 @@ from .launcher.rank_console import KeptLines, first_rank_prints, prefix_prints
 from .process.process_communicator import ProcessCommunicator, init_process, stragglers
 from .simulation.shared_values import WATCHED_TYPES, WatchedType
 from .simulation.simulated_ranks import SimulatedCommunicator, simulate
+from .streams.device_graph import DeviceGraph, has_graphs
+from .streams.stream_times import StreamWork
 
 __all__ = [
     "WATCHED_TYPES",
@@ -60,6 +62,7 @@ __all__ = [
     "DeadPeerError",
     "DeadlockError",
     "DelayedCommunicator",
+    "DeviceGraph",
     "DisagreementError",
     "FinishedConversion",
     "Group",
@@ -77,6 +80,7 @@ __all__ = [
     "SimulatedCommunicator",
     "Straggler",
     "StragglerWarning",
+    "StreamWork",
     "WatchedType",
     "among_ranks",
     "call_purpose",
@@ -84,6 +88,7 @@ __all__ = [
     "current_communicator",
     "first_rank_prints",
     "get_rank",
+    "has_graphs",
     "init_process",
     "install_communicator",
     "installed_communicator",

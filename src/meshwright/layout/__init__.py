@@ -37,7 +37,17 @@ if TYPE_CHECKING:
     from ._local import Range, chunk, cut, expand_products, local_length, local_ranges, local_shape
     from ._mesh import ProcessMesh, evenly
     from ._placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard
-    from ._platform import CPU, EFFICIENT, FLASH, FLASH_ON_CPU, PlacedMessage, Platform, Transport, TransportGroup
+    from ._platform import (
+        CPU,
+        EFFICIENT,
+        FLASH,
+        FLASH_ON_CPU,
+        HostSignal,
+        PlacedMessage,
+        Platform,
+        Transport,
+        TransportGroup,
+    )
     from ._size import hint, identity
     from ._spec import Spec, parse_spec
     from ._strides import Strides, contiguous_strides, dense_strides, is_contiguous, strides_like, whole_of
@@ -57,6 +67,7 @@ __all__ = [
     "Cache",
     "Dim",
     "Factors",
+    "HostSignal",
     "InputError",
     "JsonValue",
     "Layout",

@@ -5,6 +5,7 @@ This is the only file that names CUDA and NCCL as torch does. All other code ask
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -70,6 +71,38 @@ class TransportGroup:
     limit: timedelta
 
 
+class HostSignal(Protocol):
+    """A number that the host raises, for which streams of a device wait."""
+
+    def wait(self, stream: torch.Stream, number: int) -> None:
+        """Make the stream wait until the number is reached; the host goes on."""
+        ...
+
+    def reach(self, number: int) -> None:
+        """Let streams go on that wait for this number or a lower one. Any thread calls this, in ascending order."""
+        ...
+
+
+class _CudaSignal:
+    """A signal in pinned memory, which streams read by a function of the driver."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._number = torch.zeros(1, dtype=torch.int32, device=CPU, pin_memory=True)
+        self._wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
+
+    def wait(self, stream: torch.Stream, number: int) -> None:
+        same = torch.cuda.Stream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+        handle, address = ctypes.c_void_p(same.cuda_stream), ctypes.c_uint64(self._number.data_ptr())
+        failed = self._wait(handle, address, ctypes.c_uint32(number), ctypes.c_uint(0))  # 0: at least the number
+        if failed:
+            raise RuntimeError(f"cuStreamWaitValue32 failed with error {failed} of the CUDA driver")
+
+    def reach(self, number: int) -> None:
+        self._number.fill_(number)
+
+
 FLASH = "flash"
 """The fused kernel of attention for 16-bit numbers."""
 EFFICIENT = "efficient"
@@ -127,6 +160,7 @@ class Platform:
         set_generator_state: function that sets this state.
         counts_memory: True if `torch.accelerator` has the statistics of allocated memory.
         pins_memory: True if memory of the host can be pinned, so that copies need no wait.
+        signal: function that makes a `HostSignal` of a device. Without one, the host waits for messages of pipelines.
         autocast_dtypes: dtypes of `torch.autocast`.
         product_dtypes: dtypes of matrix products that `meshwright profile` measures.
         asserts: True if torch always has the kernel of `torch.ops.aten._assert_async` for the type. Programs that are
@@ -144,6 +178,7 @@ class Platform:
     set_generator_state: Callable[[Tensor, torch.device], object] = field(default=set_module_state, repr=False)
     counts_memory: bool = True
     pins_memory: bool = True
+    signal: Callable[[torch.device], HostSignal] | None = field(default=None, repr=False)
     autocast_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     product_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
     asserts: bool = False
@@ -176,6 +211,7 @@ BUILT_IN = (
     Platform(
         "cuda",  # ROCm too, by torch's names
         transport="nccl",
+        signal=None if torch.version.hip else _CudaSignal,
         asserts=True,
         attention=_attention_of_cuda,
         nondeterministic=_ATOMIC,

@@ -10,6 +10,7 @@
 #include "current.h"
 #include "generator.h"
 #include "kernels.h"
+#include "recording.h"
 
 namespace py = pybind11;
 
@@ -73,6 +74,22 @@ StreamState& state_of(const c10::Stream& stream) {
   return stream_state(stream.device_index(), stream.id());
 }
 
+// An object of Python that may go without the interpreter's lock.
+std::shared_ptr<py::object> held_object(py::object object) {
+  return std::shared_ptr<py::object>(new py::object(std::move(object)), [](py::object* each) {
+    py::gil_scoped_acquire acquired;
+    delete each;
+  });
+}
+
+// Store a function of Python for each replay of the graph that is recorded; false if none is.
+bool record_python(py::object action) {
+  return record([held = held_object(std::move(action))] {
+    py::gil_scoped_acquire acquired;
+    (*held)();
+  });
+}
+
 // Queue work of Python on a stream. `run(start)` returns the virtual time at which the work ends.
 void launch_python(
     const c10::Stream& stream, const std::string& name, const std::vector<Operand>& reads,
@@ -82,11 +99,7 @@ void launch_python(
     if (x.block) touches.push_back(x.touch(false));
   for (const Operand& x : writes)
     if (x.block) touches.push_back(x.touch(true));
-  // queued work may end without the interpreter's lock
-  std::shared_ptr<py::object> held(new py::object(std::move(run)), [](py::object* each) {
-    py::gil_scoped_acquire acquired;
-    delete each;
-  });
+  auto held = held_object(std::move(run));
   auto timed = [held](double start) {
     py::gil_scoped_acquire acquired;
     return (*held)(start).cast<double>();
@@ -143,6 +156,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("read", read_operand, py::call_guard<py::gil_scoped_release>())
       .def("write", write_operand, py::call_guard<py::gil_scoped_release>());
   m.def("launch", launch_python);
+  m.def("record", record_python);
   m.def("position", [](const c10::Stream& stream) { return state_of(stream).issued; });
   m.def("run_to", [](const c10::Stream& stream, uint64_t position) { run_to(state_of(stream), position); });
   m.def("stream_time", [](const c10::Stream& stream) { return state_of(stream).time; });

@@ -103,7 +103,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     delete static_cast<Event*>(event);
   }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
-    return (mark_of(second)->time - mark_of(first)->time) * 1e3;
+    const MarkRef &from = mark_of(first), &to = mark_of(second);
+    TORCH_CHECK(!from->in_replay && !to->in_replay, "the time of an event of a graph");
+    return (to->time - from->time) * 1e3;
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     record_stream(data, state_of(stream));

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "generator.h"
+#include "recording.h"
 
 namespace test_device {
 
@@ -104,12 +105,14 @@ class Call {
     if (is_view(op_.schema())) return view();
     bool reads = reads_to_host();
     if (reads) {
+      refuse_in_recording(name_, "reads values to the host");
       std::lock_guard guard(state_lock());
       ++counters().host_reads;
     }
     if (stream_.lazy() && !reads) {
       std::optional<Stack> queued = queue();
       if (queued) return *queued;
+      refuse_in_recording(name_, "has no meta kernel, so it cannot be queued");
       std::lock_guard guard(state_lock());
       ++counters().forced_waits;
     }
@@ -244,6 +247,7 @@ class Call {
   // The generator for a queued call; this one advances by what the call will draw.
   at::Generator drawn() {
     if (!op_.hasTag(at::Tag::nondeterministic_seeded)) return generator_;
+    refuse_in_recording(name_, "draws random numbers");
     at::Generator before = generator_.clone();
     FilledMirror mirror;
     call_on(op_, arguments_, mirrored(mirror, arguments_.operands), kCpu, generator_);

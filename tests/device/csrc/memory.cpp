@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "current.h"
+#include "recording.h"
 
 namespace test_device {
 
@@ -134,25 +135,34 @@ void for_each_statistic(c10::DeviceIndex device, F change) {
 }
 
 // Poison the block once the streams that use it have run what is queued on them now.
-void release(void* context) {
-  std::unique_ptr<Allocation> allocation(static_cast<Allocation*>(context));
-  BlockRef block = allocation->block;
+void poison_after_users(const BlockRef& block, bool keeps) {
+  StreamState& owner = replayed(*block->stream);
   std::vector<StreamState*> users;
   {
     std::lock_guard guard(state_lock());
-    Clock used;
-    for (StreamState* user : block->recorded) used.join(user->clock);
-    note(*block->stream, "free", {{block, {0, block->bytes}, true}}, 0, used);
-    for_each_statistic(block->device, [&](auto& stat, bool is_bytes) { stat.decrease(is_bytes ? block->bytes : 1); });
     users = block->recorded;
+    Clock used;
+    for (StreamState* user : users) used.join(user->clock);
+    note(owner, "free", {{block, {0, block->bytes}, true}}, 0, used);
   }
   // the last copy of `poison` to go fills the block
-  std::shared_ptr<void> poison(nullptr, [block](void*) {
+  std::shared_ptr<void> poison(nullptr, [block, keeps](void*) {
     fill_with_poison(block);
-    keep_for_a_while(block);
+    if (keeps) keep_for_a_while(block);
   });
-  users.push_back(block->stream);
+  users.push_back(&owner);
   for (StreamState* user : users) after_queued_work(*user, [poison] {});
+}
+
+void release(void* context) {
+  std::unique_ptr<Allocation> allocation(static_cast<Allocation*>(context));
+  BlockRef block = allocation->block;
+  {
+    std::lock_guard guard(state_lock());
+    for_each_statistic(block->device, [&](auto& stat, bool is_bytes) { stat.decrease(is_bytes ? block->bytes : 1); });
+  }
+  if (record([block] { poison_after_users(block, false); }) || block->of_graph) return;
+  poison_after_users(block, true);
 }
 
 class DeviceAllocator final : public c10::DeviceAllocator {
@@ -212,6 +222,7 @@ c10::DataPtr allocate(c10::DeviceIndex device, size_t bytes) {
   block->span = (bytes + page_size() - 1) / page_size() * page_size();
   block->device = device;
   block->stream = &current_stream(device);
+  block->of_graph = is_recording();
   {
     std::lock_guard guard(page_lock());
     Arena& arena = arenas().at(device);
@@ -223,9 +234,13 @@ c10::DataPtr allocate(c10::DeviceIndex device, size_t bytes) {
   {
     std::lock_guard guard(state_lock());
     block->number = static_cast<uint64_t>(++counters().allocations);
-    note(*block->stream, "allocate", {{block, {0, bytes}, true}});
     for_each_statistic(device, [&](auto& stat, bool is_bytes) { stat.increase(is_bytes ? bytes : 1); });
   }
+  auto note_write = [block] {
+    std::lock_guard guard(state_lock());
+    note(replayed(*block->stream), "allocate", {{block, {0, block->bytes}, true}});
+  };
+  if (!record(note_write)) note_write();  // in a recording, each replay takes the memory of its pool again
   void* base = block->base;
   return {base, new Allocation{std::move(block)}, release, place};
 }

@@ -23,6 +23,7 @@ struct Block {
   StreamState* stream;                 // that it was allocated on
   std::vector<StreamState*> recorded;  // other streams that use it, by `record_stream`
   History history;
+  bool of_graph = false;  // allocated while a graph was recorded: it belongs to the graph, also when it is freed
   int openings = 0;
 
   ~Block();

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "memory.h"
+#include "recording.h"
 
 namespace test_device {
 
@@ -147,6 +148,10 @@ void note(
 
 void launch(StreamState& stream, Launch launch) {
   raise_host_touches();
+  if (is_recording()) {
+    record_on(stream, [&stream, launch] { test_device::launch(replayed(stream), launch); });
+    return;
+  }
   int place = python_place();
   Work work{launch.name, std::move(launch.timed), 0, true};
   if (!work.run)
@@ -185,9 +190,14 @@ void after_queued_work(StreamState& stream, std::function<void()> run) {
 }
 
 MarkRef mark(StreamState& stream) {
-  std::lock_guard guard(state().lock);
   auto made = std::make_shared<Mark>();
   made->stream = &stream;
+  if (is_recording()) {
+    made->in_replay = std::make_shared<MarkRef>();
+    record_on(stream, [in_replay = made->in_replay, &stream] { *in_replay = mark(replayed(stream)); });
+    return made;
+  }
+  std::lock_guard guard(state().lock);
   made->landed = stream.landed;
   made->clock = stream.clock;
   made->clock.join(host().clock);
@@ -206,6 +216,11 @@ MarkRef mark(StreamState& stream) {
 
 void run_to(StreamState& stream, uint64_t position) {
   WithoutInterpreter released;
+  {
+    // a thread that runs the rest of the stream may wait for what comes behind this position
+    std::lock_guard guard(state().lock);
+    if (stream.done >= position) return;
+  }
   std::lock_guard order(stream.running);
   for (Work work; pop(stream, position, work); work = {}) {
     auto ended = [&](void*) {
@@ -218,6 +233,13 @@ void run_to(StreamState& stream, uint64_t position) {
 }
 
 void wait_on_stream(const MarkRef& mark, StreamState& waiting) {
+  if (is_recording()) {
+    TORCH_CHECK(mark->in_replay, "a wait for work from before the recording of a graph; fix: wait before it begins");
+    join_recording(waiting);
+    record([in_replay = mark->in_replay, &waiting] { wait_on_stream(*in_replay, replayed(waiting)); });
+    return;
+  }
+  TORCH_CHECK(!mark->in_replay, "a wait for an event of a graph outside of its recording");
   Work wait{"", nullptr, 0, false};
   wait.run = [mark](double start) {
     run_to(*mark->stream, mark->position);
@@ -237,6 +259,8 @@ void wait_on_stream(const MarkRef& mark, StreamState& waiting) {
 }
 
 static void finish(const MarkRef& mark) {
+  refuse_in_recording("the host", "waits for a stream");
+  TORCH_CHECK(!mark->in_replay, "the host waits for an event of a graph");
   run_to(*mark->stream, mark->position);
   std::vector<Work> landing;
   {
@@ -261,6 +285,7 @@ void wait_on_host(const MarkRef& mark) {
 }
 
 void synchronize(StreamState& stream) {
+  refuse_in_recording("the host", "waits for a stream");
   wait_on_host(mark(stream));
 }
 

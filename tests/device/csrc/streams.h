@@ -56,6 +56,7 @@ struct Mark {
   Clock clock;
   double time;
   int refused = 0;  // queries that found the work unfinished
+  std::shared_ptr<std::shared_ptr<Mark>> in_replay;  // of a recorded mark: the mark that the latest replay has made
 };
 using MarkRef = std::shared_ptr<Mark>;
 

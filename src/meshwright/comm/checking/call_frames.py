@@ -64,7 +64,7 @@ class PendingCallFrames:
         self._unsent: dict[int, bytes] = {}
         """Peer to which no link was open → frames of calls that have failed, which it still waits for."""
         self.failed: CommError | None = None
-        """The error that the watchdog has found and this rank has not raised yet."""
+        """The error that another thread has found and this rank has not raised yet."""
 
     def awaited(self) -> tuple[int, ...]:
         """Return the peers whose frames the oldest call waits for, or waited for until it failed."""
@@ -83,8 +83,7 @@ class PendingCallFrames:
         not sleep. `limits` are those of `WaitTimer`.
         """
         with self._lock:
-            if self.failed is not None:
-                self._raise_failed()
+            self.raise_failed()
             self._given_up = ()
             data, links = frame.packed(), self._links.open_to(call.group)
             if links is not None and reads and not (self._open or self._unsent or frame.balance):
@@ -107,14 +106,14 @@ class PendingCallFrames:
         if not self._open and self.failed is None:
             return
         with self._lock:
-            self._raise_failed()
+            self.raise_failed()
             while self._open:
                 self._read(self._open[0], waits=True)
 
     def look(self) -> None:
         """Read the frames that have arrived; wait if too many calls are open, or if one of them has no link yet."""
         with self._lock:
-            self._raise_failed()
+            self.raise_failed()
             if len(self._open) > _MOST or any(meeting.unsent for meeting in self._open):
                 self.settle()
             while self._open and self._read(self._open[0], waits=False):
@@ -123,7 +122,7 @@ class PendingCallFrames:
     def tend(self) -> CommError | None:
         """Read the frames that have arrived, and return the error, if any; for the watchdog's thread."""
         if not self._open or not self._lock.acquire(blocking=False):
-            return None
+            return self.failed
         try:
             while self._open and self._read(self._open[0], waits=False):
                 pass
@@ -158,7 +157,12 @@ class PendingCallFrames:
             begin = end
         return others
 
-    def _raise_failed(self) -> None:
+    def fail(self, error: CommError) -> None:
+        """Make the next call of this rank raise an error of another thread, unless there is an earlier one."""
+        self.failed = self.failed or error
+
+    def raise_failed(self) -> None:
+        """Raise the error that another thread has found, once."""
         error, self.failed = self.failed, None
         if error is not None:
             raise error

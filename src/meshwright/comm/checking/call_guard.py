@@ -19,6 +19,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -82,6 +84,9 @@ class Guard:
         self._call: CommCall | None = None
         self._is_aside = False
         self._receive_call: CommCall | None = None
+        self._late: dict[int, CommCall] = {}
+        """Rank → the message from it for which a thread waits."""
+        self._awaits_late = False
         self._last: CommCall | None = None
         self._calls = 0
         self._present = Order.FIRST
@@ -98,18 +103,23 @@ class Guard:
 
     def state(self) -> RankState:
         """Return the current state of the rank, for peers that ask."""
-        call, receive = self._call, self._receive_call
-        calls = [str(each) for each in (receive, call) if each is not None]
+        call, receives = self._call, self._awaited_messages()
+        calls = [str(each) for each in (*receives, call) if each is not None]
         meets = () if call is None else self.meetings.awaited()
-        sender = () if receive is None else (receive.message[0],)
-        waits = receive is not None or (call is not None and not self._is_aside)
+        senders = tuple(each.message[0] for each in receives)
+        waits = bool(receives) or (call is not None and not self._is_aside)
         works = self._messages.is_moving() or (self._side.is_busy() and not meets)
         what = " and in ".join(calls)
         stuck, last, at = waits and not works, self._last, "" if calls else _line_of_main()
         said = "" if last is None else str(last)[:_LONGEST_SAID]
         return RankState(
-            what, sender + meets, self._calls, receive is not None, stuck, in_debugger(), said, at, self.waits.share()
+            what, senders + meets, self._calls, bool(receives), stuck, in_debugger(), said, at, self.waits.share()
         )
+
+    def _awaited_messages(self) -> list[CommCall]:
+        """Return the messages without which this rank does not go on."""
+        own = [] if self._receive_call is None else [self._receive_call]
+        return own + (list(self._late.values()) if self._awaits_late else [])
 
     def before(self, call: CommCall, lags: bool = False) -> None:
         """Compare `call` with the peers' calls; return when all peers are about to make it, or earlier with `lags`.
@@ -169,11 +179,34 @@ class Guard:
         """Mark the call as finished."""
         self._last, self._call, self._present = self._call, None, Order.FIRST
 
-    def wait_for_message(self, call: CommCall, limit: float) -> Message:
-        """Return the message of a receive, within `limit` seconds."""
-        peer, *_ = call.message
-        self._receive_call = call
+    @contextmanager
+    def awaiting_late(self) -> Generator[None]:
+        """Count this rank, inside the block, as waiting for the messages for which threads wait."""
+        self._awaits_late = True
+        try:
+            yield
+        finally:
+            self._awaits_late = False
+
+    def wait_for_message(self, call: CommCall, limit: float, is_late: bool = False) -> Message:
+        """Return the message of a receive, within `limit` seconds.
+
+        With `is_late`, the caller is a thread, and the rank itself goes on.
+        """
         self._calls += 1
+        if is_late:
+            self._late[call.message[0]] = call
+            try:
+                return self._message(call, limit)
+            finally:
+                del self._late[call.message[0]]
+        self._receive_call = call
+        found = self._message(call, limit)
+        self._receive_call, self._last = None, call
+        return found
+
+    def _message(self, call: CommCall, limit: float) -> Message:
+        peer, *_ = call.message
         watch = WaitTimer(self.check.limit, limit)
         try:
             while (found := self._messages.receive(peer, call.tag, watch.slice())) is None:
@@ -183,7 +216,6 @@ class Guard:
                     self.examiner.examine(call, [peer], watch)
         except ConnectionClosedError:
             raise self.examiner.gone(call, peer) from None
-        self._receive_call, self._last = None, call
         return found
 
     def explain(self, call: CommCall, error: Exception) -> CommError:

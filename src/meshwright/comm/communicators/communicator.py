@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from meshwright.layout import Cache, ProcessMesh, Spec
 from meshwright.reshard import ConversionPlan, execute
 
 from .._errors import CallError, DeadlockError, wrong_message_error
+from ..streams.stream_times import StreamTimes
 from .argument_checks import check_length, one_dtype, shapes_of, wrong_shape
 from .call import CommCall, Group, Message, Shape, message_call, received_bytes, send_for
 from .counters import Counters
@@ -70,6 +71,11 @@ class Communicator(ABC):
     """
 
     kind: ClassVar[str]
+
+    @property
+    def replayed(self) -> frozenset[Literal["collectives", "messages"]]:
+        """Return the kinds of calls that a device graph can hold, because the host has no part in them."""
+        return frozenset()
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -285,6 +291,10 @@ class Communicator(ABC):
 
         It is for programs that write parameters before anyone can check for errors.
         """
+        return nullcontext()
+
+    def timing_streams(self) -> AbstractContextManager[StreamTimes | None]:
+        """Return a context with the times of the work on this rank's communication streams; None if it has none."""
         return nullcontext()
 
     def has_ended(self, rank: int) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from meshwright.layout import platform_of
+from meshwright.layout import accelerators_in_use, platform_of
 from meshwright.reshard import ConversionPlan, prepare
 
 from ..streams.communication_streams import COLLECTIVES, CommunicationStreams
+from ..streams.stream_times import StreamTimes
 from ..streams.ticket import Ticket
 from .call import CommCall
 from .communicator import Communicator, PendingConversion, Receive
@@ -28,6 +30,17 @@ class QueuedCommunicator(Communicator):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self.streams = CommunicationStreams()
+
+    @contextmanager
+    def timing_streams(self) -> Generator[StreamTimes | None]:
+        if not accelerators_in_use() or not platform_of(current_device()).has_streams:
+            yield None
+            return
+        self.streams.times = StreamTimes(current_device())
+        try:
+            yield self.streams.times
+        finally:
+            self.streams.times = None
 
     def start(self, way: ConversionPlan, x: Tensor) -> PendingConversion:
         """Queue a conversion; `wait()` of the result makes the current stream wait for it, and the host never."""

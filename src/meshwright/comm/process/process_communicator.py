@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha1
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from meshwright.layout import (
 from meshwright.reshard import ConversionPlan
 
 from .._errors import CommError, DisagreementError, StragglerWarning
+from ..checking.call_forecast import CallForecast
 from ..checking.call_guard import Guard
 from ..checking.check_settings import Check
 from ..checking.rank_facts import RankFacts
@@ -63,6 +64,7 @@ from ..transport.messages import Message, Messages
 from ..transport.shared_memory import Peers, SharedMemoryTransport, contiguous_values, open_shared
 from .device_choice import CPU_BACKEND, Opener, default_transport, use_device
 from .flight_record import Noted, NotedCall, Record
+from .late_messages import LateMessages
 from .retained_memory import keep_memory
 
 T = TypeVar("T")
@@ -91,10 +93,18 @@ class ProcessCommunicator(QueuedCommunicator):
         self._record = Record(place)
         self._process = os.getpid()
         self._lags = True
+        self._late: dict[int, LateMessages] = {}
+        """Rank → the messages from it for which a stream of a device waits."""
+        self._receives = CallForecast()
         self._links = ControlLinks(place, self._store, self._guard.state, self._messages.welcome)
         self._messages.connect(self._links)
         self._guard.connect(self._links)
         self._watchdog = Watchdog(self._guard, self._links, self._store, self._end_at_once)
+
+    @property
+    def replayed(self) -> frozenset[Literal["collectives", "messages"]]:
+        is_on_devices = isinstance(self._backend, str) and self._backend != CPU_BACKEND
+        return frozenset({"collectives"} if is_on_devices else ())
 
     def compare_settings(self) -> None:
         """Raise DisagreementError if rank 0 compares other calls than this rank: then one would wait for frames."""
@@ -150,7 +160,7 @@ class ProcessCommunicator(QueuedCommunicator):
 
     def _settle_at_end(self) -> None:
         try:
-            self._guard.meetings.settle()
+            self._settle()
         except CommError as error:
             self._end_at_once(error)
 
@@ -216,6 +226,7 @@ class ProcessCommunicator(QueuedCommunicator):
         return self._post(sent, [(*each, x.device) for each, x in zip(call.messages[1], out, strict=True)], call.group)
 
     def _send(self, x: Tensor, call: CommCall) -> None:
+        self._guard.meetings.raise_failed()
         message = self._message_with(x, call)
         with self._noted(call):
             try:
@@ -230,13 +241,40 @@ class ProcessCommunicator(QueuedCommunicator):
         return Message(str(call), *begin_host_copy(_bytes(x), self.streams, f"messages to {call.message[0]}"))
 
     def _receive(self, call: CommCall, device: torch.device) -> Tensor:
-        with self._noted(call):
-            sent, data, _ = self._guard.wait_for_message(call, self._limit.total_seconds())
-            check_message(call, self.rank, sent)
+        self._guard.meetings.raise_failed()
         _, shape, dtype = call.message
+        noted = self._noted(call)
+        late = self._late_messages(call, device)
+        if late is not None and self._receives.expects(hash(call)) and self._lags:
+            out = torch.empty(shape, dtype=dtype, device=device)
+            late.queue(out, lambda: self._message_of(call, noted, is_late=True))
+            return out
+        if late is not None:
+            late.drain()  # earlier messages may have the same tag
+        data = self._message_of(call, noted)
         if _has_streams(device) and platform_of(device).pins_memory:
             data = data.pin_memory()
         return data.view(dtype).view(shape).to(device, non_blocking=True)
+
+    def _late_messages(self, call: CommCall, device: torch.device) -> LateMessages | None:
+        """Return the messages that a stream of the device waits for; None if no stream can wait for the host."""
+        platform, peer = platform_of(device), call.message[0]
+        if platform.signal is None or not (_has_streams(device) and platform.pins_memory):
+            return None
+        found = self._late.get(peer)
+        if found is None or found.device != device:
+            if found is not None:
+                found.drain()
+            signal, fail = platform.signal(device), self._guard.meetings.fail
+            found = self._late[peer] = LateMessages(peer, device, signal, self.streams, fail)
+        return found
+
+    def _message_of(self, call: CommCall, noted: NotedCall, is_late: bool = False) -> Tensor:
+        """Wait for the message of a receive, and return its bytes."""
+        with noted:
+            sent, data, _ = self._guard.wait_for_message(call, self._limit.total_seconds(), is_late)
+            check_message(call, self.rank, sent)
+        return data
 
     def _barrier(self, call: CommCall) -> None:
         self._carried(call, lambda: self._open(CPU_BACKEND, call.group).barrier())
@@ -252,10 +290,16 @@ class ProcessCommunicator(QueuedCommunicator):
 
     def settle(self) -> None:
         try:
-            self._guard.meetings.settle()
+            self._settle()
         except CommError as error:
             self._record.name_in(error, self._about())
             raise
+
+    def _settle(self) -> None:
+        with self._guard.awaiting_late():
+            for late in self._late.values():
+                late.drain()
+        self._guard.meetings.settle()
 
     @contextmanager
     def comparing_first(self) -> Generator[None]:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
+from .stream_times import StreamTimes
+
 COLLECTIVES = "collectives"
 """Name of the stream of all collectives. One stream gives them the same order on all ranks."""
 _HIGH_PRIORITY = -1
@@ -26,6 +28,8 @@ class CommunicationStreams:
 
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, str], torch.Stream] = {}
+        self.times: StreamTimes | None = None
+        """The times of the work on these streams, while a trace asks for them."""
 
     def stream(self, device: torch.device, name: str = COLLECTIVES) -> torch.Stream:
         """Return the stream of this name on the device."""
@@ -43,10 +47,13 @@ class CommunicationStreams:
         """
         here, side = torch.accelerator.current_stream(device), self.stream(device, name)
         wait(side, here.record_event(), f"operands of {where}")
-        done = torch.Event(device)
+        done, times = torch.Event(device), self.times
         try:
             with side:
+                began = None if times is None else times.begin()
                 yield done
+                if times is not None and began is not None:
+                    times.end(name, where, began)
         except BaseException:
             side.record_event(done)
             wait(here, done, f"error in {where}")

@@ -163,6 +163,24 @@ def events_of_a_stream(target: Target) -> None:
     expect(first.elapsed_time(last) >= 0, "the time between two events is negative")
 
 
+def wait_of_a_stream_for_the_host(target: Target) -> None:
+    """A stream waits for a number of the host, which raises it after more work has been queued."""
+    platform = platform_of(target.device)
+    if platform.signal is None:
+        raise NotRun("the platform has no signal")
+    side, signal = torch.Stream(target.device), platform.signal(target.device)
+    source, there = torch.zeros(64, pin_memory=True, device="cpu"), torch.empty(64, device=target.device)
+    for number in (1, 2):
+        side.wait_stream(torch.accelerator.current_stream(target.device))
+        signal.wait(side, number)
+        with side:
+            there.copy_(source, non_blocking=True)
+        source.fill_(number)
+        signal.reach(number)
+        torch.accelerator.current_stream(target.device).wait_stream(side)
+        expect_equal(there, torch.full((64,), float(number), device="cpu"), "a copy behind a wait for the host")
+
+
 def gradients_on_a_stream(target: Target) -> None:
     """A backward pass runs on the streams of the forward pass."""
     if not platform_of(target.device).has_streams:
@@ -326,6 +344,7 @@ def _checks() -> Iterator[tuple[str, Callable[[Target], str | None]]]:
     yield "tensors on two devices are refused", mixed_devices_are_refused
     yield "deep copies", deep_copies
     yield "order of streams", order_of_streams
+    yield "a wait of a stream for the host", wait_of_a_stream_for_the_host
     yield "events", events_of_a_stream
     yield "gradients on another stream", gradients_on_a_stream
     for name, draw in DRAWS.items():

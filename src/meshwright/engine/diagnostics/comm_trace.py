@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from meshwright.checkpoint import current_world
-from meshwright.comm import CommCall, Communicator, current_communicator
+from meshwright.comm import CommCall, Communicator, StreamWork, current_communicator
 from meshwright.layout import ProcessMesh, module_path, user_frame, write_whole
 from meshwright.reshard import ConversionPlan, Purpose
 from meshwright.search import text_table
@@ -35,6 +35,8 @@ class CommTrace:
     rank: int
     calls: list[TracedCall] = field(default_factory=list[TracedCall])
     works: list[TracedWork] = field(default_factory=list[TracedWork])
+    streams: list[StreamWork] = field(default_factory=list[StreamWork])
+    """The work on communication streams, by the device's clock; its starts are seconds since 1970."""
 
     @property
     def received(self) -> int:
@@ -43,15 +45,15 @@ class CommTrace:
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        works = [asdict(work) for work in self.works]
-        return json.dumps({"rank": self.rank, "calls": [asdict(call) for call in self.calls], "works": works})
+        found = {"calls": self.calls, "works": self.works, "streams": self.streams}
+        return json.dumps({"rank": self.rank} | {name: list(map(asdict, each)) for name, each in found.items()})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the traces of all ranks into one file for ui.perfetto.dev or Chrome's tracing page.
 
         Every rank makes the call, after the block. The file appears complete or not at all; rank 0 writes it.
         """
-        events = current_world().gathered(list(rank_events(self.rank, self.calls, self.works)))
+        events = current_world().gathered(list(rank_events(self.rank, self.calls, self.works, self.streams)))
         if self.rank == 0:
             write_whole(path, trace_file(events).encode())
 
@@ -104,8 +106,12 @@ def trace_comm() -> Generator[CommTrace]:
 
         return ended
 
-    with here.seen.telling(listen, works.watch), call_sites_kept(), works.of_modules():
-        yield trace
+    with here.timing_streams() as times:
+        since = clock()
+        with here.seen.telling(listen, works.watch), call_sites_kept(), works.of_modules():
+            yield trace
+        found = [] if times is None else times.works()
+    trace.streams += [replace(work, began=since + work.began) for work in found]
 
 
 def _traced(here: Communicator, call: CommCall, received: int, frame: FrameType) -> TracedCall:

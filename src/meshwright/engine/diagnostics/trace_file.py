@@ -1,4 +1,4 @@
-"""Write the work of all ranks as a Chrome trace: a process for each rank, a row for each kind of event."""
+"""Write the work of all ranks as a Chrome trace: a process for each rank, a row for each kind of event and stream."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from meshwright.comm import StreamWork
 
 from .traced_call import TracedCall
 from .traced_work import TracedWork
@@ -15,7 +17,9 @@ WORK, OWN, ASIDE = range(3)
 Event = dict[str, Any]
 
 
-def rank_events(rank: int, calls: Sequence[TracedCall], works: Sequence[TracedWork]) -> Iterator[Event]:
+def rank_events(
+    rank: int, calls: Sequence[TracedCall], works: Sequence[TracedWork], streams: Sequence[StreamWork] = ()
+) -> Iterator[Event]:
     """Yield the events of one rank; times are seconds since 1970."""
     for work in works:
         yield _lasting(rank, WORK, work.kind, f"{work.kind} {work.name}", work.began, work.seconds, {})
@@ -35,6 +39,16 @@ def rank_events(rank: int, calls: Sequence[TracedCall], works: Sequence[TracedWo
         yield _lasting(rank, row, call.kind, name, call.began, call.seconds, told)
         if call.peer is not None:
             yield _arrow(rank, row, call, numbers)
+    yield from _stream_events(rank, streams)
+
+
+def _stream_events(rank: int, streams: Sequence[StreamWork]) -> Iterator[Event]:
+    """Yield the work on communication streams, with a named row for each stream."""
+    rows = {name: row for row, name in enumerate(dict.fromkeys(work.stream for work in streams), len(ROWS))}
+    for work in streams:
+        yield _lasting(rank, rows[work.stream], "stream", work.what, work.began, work.seconds, {})
+    for name, row in rows.items():
+        yield {**_row_name(rank, row, f"stream: {name}"), "ts": streams[0].began}
 
 
 def _lasting(rank: int, row: int, kind: str, name: str, began: float, seconds: float, told: Mapping[str, Any]) -> Event:
@@ -69,7 +83,11 @@ def _names(rank: int) -> Iterator[Event]:
     yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
     yield {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}}
     for row, name in enumerate(ROWS):
-        yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}
+        yield _row_name(rank, row, name)
+
+
+def _row_name(rank: int, row: int, name: str) -> Event:
+    return {"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}
 
 
 def _in_microseconds(event: Event, first: float) -> Event:

@@ -265,7 +265,9 @@ class Strategy:
     `foreach` updates all parameters by few operators. `release` updates each parameter as soon as its gradient exists,
     and replaces `foreach`. `max_programs` bounds the number of recordings of a model. Without `full_graph`, a model
     that cannot be one program runs in pieces, and options of the whole step are then refused. With Inductor, which
-    groups updates itself, `inplace` selects whether kernels write parameters and states in place.
+    groups updates itself, `inplace` selects whether kernels write parameters and states in place. With `cuda_graph`, a
+    device replays training steps as one graph (`torch.accelerator.Graph`) once their addresses and numbers stay the
+    same; a step that needs the host is refused.
 
     Raises:
         StrategyError: an option has no such value, or two options exclude each other.
@@ -286,6 +288,7 @@ class Strategy:
     foreach: bool = True
     release: bool = False
     inplace: bool = True
+    cuda_graph: bool = False
     passes: tuple[Pass, ...] = ()
     layouts: Mapping[str, Spec] | None = None
 
@@ -297,6 +300,8 @@ class Strategy:
                 "programs run node by node or through Inductor",
                 'set compiler = "none" or "inductor"',
             )
+        if self.cuda_graph:
+            self._check_graph()
         if self.amp.scaling is not None and self.release:
             raise StrategyError(
                 'amp.dtype = "float16", release = true',
@@ -331,6 +336,23 @@ class Strategy:
                 "two options that split the batch",
                 "a pipeline already adds up the gradients of its microbatches",
                 "use pipeline.accumulate_steps alone",
+            )
+
+    def _check_graph(self) -> None:
+        """Raise StrategyError for an option with which a step needs the host, so that no device can replay it."""
+        if self.compiler == "inductor":
+            raise StrategyError(
+                'cuda_graph = true, compiler = "inductor"',
+                "compiled kernels that read numbers from the host",
+                "a replay would read them while the host writes those of the next step",
+                'set compiler = "none"',
+            )
+        if self.amp.scaling is not None:
+            raise StrategyError(
+                'cuda_graph = true, amp.dtype = "float16"',
+                "updates that are skipped if a gradient is not finite",
+                "the host reads whether an update was skipped",
+                'set dtype = "bfloat16"',
             )
 
     @property

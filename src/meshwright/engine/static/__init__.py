@@ -2,6 +2,7 @@
 
 to_static            `to_static` and `DistModel`: a model whose steps run as programs
 program_builder      capture a call, lay it out, record it, and run all passes
+replayed_step        training steps that a device replays as one graph
 pipeline_step        the stages, the schedule and the step of a static pipeline
 pieces               run a model with graph breaks: captured modules as programs, the rest as Python
 piece_call           run the programs of one module as one differentiable function

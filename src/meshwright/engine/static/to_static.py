@@ -40,6 +40,7 @@ from .pieces import ModelPieces
 from .pipeline_step import ScheduleChoice, SeparateBatches
 from .program_builder import Builder, CompiledProgram
 from .program_files import TrustedCode, load_programs, save_programs
+from .replayed_step import calls_of, with_replays
 
 
 def to_static(
@@ -248,6 +249,8 @@ class DistModel:
             dynamic = {}  # the code needs sizes as numbers: as keys of a dict, or for a table that it keeps
             found, fits, captured = self._builder.build(batch, dynamic, key)
             self._variants.fixed.add(key)
+        if self.strategy.cuda_graph and self.mode == "train":
+            found = with_replays(found, calls_of(found.program, self.strategy.pipeline.enable))
         variant = ProgramVariant(found, sizes_of(leaves), dynamic, fits, Setting.of(self._now, captured), found.digest)
         self._variants.add(key, leaves, variant)
         if self.recordings > before:
@@ -256,9 +259,10 @@ class DistModel:
 
     @property
     def _is_of_one_size(self) -> bool:
-        """True if a program fits only the sizes that it was recorded with: with compiled kernels, or a split batch."""
+        """True if a program fits only the sizes of its recording: with compiled kernels, a split batch, or replays."""
         in_pieces = self.strategy.merge is not None or self.strategy.pipeline.enable
-        return self.strategy.compiler == "inductor" or (in_pieces and self.mode == "train")
+        trains_alike = self.mode == "train" and (in_pieces or self.strategy.cuda_graph)
+        return self.strategy.compiler == "inductor" or trains_alike
 
     @property
     def program(self) -> Program:

@@ -70,6 +70,11 @@ WHOLE_STEP_OPTIONS = (
         "pass release=False",
     ),
     _WholeStepOption(
+        "cuda_graph", lambda s: s.cuda_graph, (),
+        "a device replays one program of the whole step, but here Python runs between programs",
+        "pass cuda_graph=False",
+    ),
+    _WholeStepOption(
         "layouts", lambda s: s.layouts is not None, (),
         "layouts name the values of one program, but here are many programs",
         "use marks: mw.shard_tensor for parameters, mw.reshard in the forward pass",
