@@ -35,7 +35,7 @@ ORDER = (
     *("collectives", "predict", "rank_plans", "memory", "plan_speed", "plan_models", "plan_quality"),
     *("plan_cases", "laws"),
     *("code_lines", "mutation", "matrix_processes", "zero_memory", "checkpoint_faults", "versus_torch"),
-    *("quantize_exact", "quantize_quality", "quantize_interop", "quantize_generate", "weight_sync"),
+    *("quantize_exact", "quantize_quality", "quantize_interop", "quantize_generate", "low_precision", "weight_sync"),
     *("sixty_seconds", "startup", "docs", "cli", "report", "hostile", "faults", "soak"),
     *("architecture", "density", "prose", "test_time"),
 )

@@ -47,6 +47,7 @@ SUBPACKAGES = {
     ],
     "passes": ["strategies", "operators", "communication", "memory"],
     "pipeline": ["table", "simulation", "schedules", "partition", "runtime"],
+    "quantize": ["training"],
     "search": ["plan_data", "scheduling", "transformer_plans", "sharding", "stages", "module_plans"],
     "engine": ["checks", "marks", "eager", "recording", "static", "training", "planning", "diagnostics"],
     "conformance": ["results", "checks", "workers"],

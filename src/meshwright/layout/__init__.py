@@ -37,7 +37,18 @@ if TYPE_CHECKING:
     from ._local import Range, chunk, cut, expand_products, local_length, local_ranges, local_shape
     from ._mesh import ProcessMesh, evenly
     from ._placement import PARTIAL_OPS, Partial, Placement, Replicate, Shard
-    from ._platform import CPU, EFFICIENT, FLASH, FLASH_ON_CPU, PlacedMessage, Platform, Transport, TransportGroup
+    from ._platform import (
+        CPU,
+        EFFICIENT,
+        FLASH,
+        FLASH_ON_CPU,
+        ROWWISE,
+        TENSORWISE,
+        PlacedMessage,
+        Platform,
+        Transport,
+        TransportGroup,
+    )
     from ._size import hint, identity
     from ._spec import Spec, parse_spec
     from ._strides import Strides, contiguous_strides, dense_strides, is_contiguous, strides_like, whole_of
@@ -54,6 +65,8 @@ __all__ = [
     "FLASH_ON_CPU",
     "MOST_TEXT",
     "PARTIAL_OPS",
+    "ROWWISE",
+    "TENSORWISE",
     "Cache",
     "Dim",
     "Factors",

@@ -19,6 +19,8 @@ _quantize           `quantize`: all of it for a model
 _config             schemes as the `quantization_config` of config.json
 _files              save and load: safetensors files and config.json
 _errors             the errors of quantization
+
+training            subpackage: layers that train with rounded numbers, and with products of float8 numbers
 """
 
 from ._errors import CalibrationError, QuantizeError
@@ -27,17 +29,22 @@ from ._outline import Outline, outline
 from ._quantize import quantize
 from ._quantized_linear import QuantizedLinear
 from ._scheme import PRESETS, NumberFormat, Scheme
+from .training import FakeQuantizedLinear, Float8Linear, convert_to_float8_training, prepare_qat
 
 __all__ = [
     "PRESETS",
     "CalibrationError",
+    "FakeQuantizedLinear",
+    "Float8Linear",
     "NumberFormat",
     "Outline",
     "QuantizeError",
     "QuantizedLinear",
     "Scheme",
+    "convert_to_float8_training",
     "load_quantized",
     "outline",
+    "prepare_qat",
     "quantize",
     "save_quantized",
 ]
