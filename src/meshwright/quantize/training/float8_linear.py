@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.fixed_order import same_numbers
 from meshwright.layout import TorchValue
 
 from .._errors import QuantizeError
 from .._layers import is_linear, matches, no_layer
 from .._quantize import check_module
 from .float8_products import GRADIENT, Recipe, float8_product
+from .torch_hooks import in_same_numbers
 
 
 class _Product(torch.autograd.Function):
@@ -23,7 +27,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: TorchValue, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.recipe = recipe
+        ctx.recipe, ctx.fixed_order = recipe, in_same_numbers()
         return float8_product(x, weight.t(), recipe)
 
     @staticmethod
@@ -31,12 +35,22 @@ class _Product(torch.autograd.Function):
         x, weight = (each.detach() for each in ctx.saved_tensors)
         grad, recipe = grads[0].detach(), ctx.recipe
         of_x = of_weight = None
-        with torch.enable_grad():  # `mw.same_numbers` looks into a backward pass that may be derived
+        with _order_of_forward_pass(ctx.fixed_order):
             if ctx.needs_input_grad[0]:
                 of_x = float8_product(grad, weight, recipe, GRADIENT[recipe])
             if ctx.needs_input_grad[1]:
                 of_weight = float8_product(grad.t(), x, recipe, GRADIENT[recipe])
         return of_x, of_weight, None
+
+
+@contextmanager
+def _order_of_forward_pass(fixed: bool) -> Generator[None]:
+    """Run the block of a backward pass with sums in a fixed order, if the forward pass ran inside `mw.same_numbers()`.
+
+    torch leaves that block in a backward pass, and the block leaves out calls that cannot be derived.
+    """
+    with same_numbers() if fixed else nullcontext(), torch.enable_grad() if fixed else nullcontext():
+        yield
 
 
 class Float8Linear(nn.Linear):
