@@ -64,7 +64,8 @@ class Float8Linear(nn.Linear):
         rows = input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
         with torch.autocast(kind, enabled=False):
             product = _Product.apply(rows.to(dtype), self.weight.to(dtype), self.recipe)
-            out = product if self.bias is None else product + self.bias.to(dtype)
+            bias = self._parameters["bias"]
+            out = product if bias is None else product + bias.to(dtype)
         return out.unflatten(0, input.shape[:-1]) if input.dim() > 1 else out.squeeze(0)
 
     def extra_repr(self) -> str:
