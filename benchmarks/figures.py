@@ -36,7 +36,7 @@ ORDER = (
     *("plan_cases", "laws"),
     *("code_lines", "mutation", "matrix_processes", "zero_memory", "checkpoint_faults", "versus_torch"),
     *("quantize_exact", "quantize_quality", "quantize_interop", "quantize_generate", "quantize_speed"),
-    "weight_sync",
+    *("low_precision", "weight_sync"),
     *("sixty_seconds", "startup", "docs", "cli", "report", "hostile", "faults", "soak"),
     *("architecture", "density", "prose", "test_time"),
 )

@@ -24,7 +24,7 @@ NAV = {
     "concepts/context concepts/experts how-to/experts",
     "Train and resume": "how-to/train-and-resume concepts/precision concepts/checkpoint concepts/randomness "
     "concepts/same_numbers",
-    "Generate and quantize": "how-to/generate how-to/quantize",
+    "Generate and quantize": "how-to/generate how-to/quantize how-to/train-in-low-precision",
     "Train fast": "concepts/static how-to/save-a-program concepts/passes concepts/overlap how-to/trace",
     "Run on machines": "how-to/launch how-to/run-on-gpus how-to/command-line",
     "Find and handle errors": "troubleshooting how-to/debug concepts/checks how-to/faults",

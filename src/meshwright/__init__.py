@@ -85,7 +85,9 @@ if TYPE_CHECKING:
     from meshwright.layout import Replicate as Replicate
     from meshwright.layout import Shard as Shard
     from meshwright.layout import register_platform as register_platform
+    from meshwright.quantize import convert_to_float8_training as convert_to_float8_training
     from meshwright.quantize import load_quantized as load_quantized
+    from meshwright.quantize import prepare_qat as prepare_qat
     from meshwright.quantize import quantize as quantize
     from meshwright.quantize import save_quantized as save_quantized
     from meshwright.report import show as show
@@ -129,6 +131,7 @@ __all__ = [
     "check_steps",
     "clip_grad_norm_",
     "context_parallel",
+    "convert_to_float8_training",
     "dispatch_experts",
     "document_attention",
     "dtensor_from_fn",
@@ -151,6 +154,7 @@ __all__ = [
     "pipe_split",
     "plan",
     "prefix_prints",
+    "prepare_qat",
     "quantize",
     "random_source",
     "register_platform",

@@ -21,6 +21,9 @@ FAKE: dict[str, Callable[[Tensor], Tensor]] = {
         x, torch.tensor(0.1), torch.tensor(1, dtype=torch.int32), -8, 7
     ),
     "channels": lambda x: torch.fake_quantize_per_channel_affine(x, SCALES, ZEROS, 1, -8, 7),
+    "channels, with a mask": lambda x: torch.ops.aten.fake_quantize_per_channel_affine_cachemask(
+        x, SCALES, ZEROS, 1, -8, 7
+    )[0],
     "learned": lambda x: getattr(torch, "_fake_quantize_learnable_per_channel_affine")(  # noqa: B009
         x, SCALES, ZEROS.float(), 1, -8, 7
     ),
@@ -50,6 +53,26 @@ def test_fake_quantization_is_elementwise(name: str, dim: int) -> None:
     for received, found in mw.simulate(program, 2):
         assert received == 0
         torch.testing.assert_close(found, (value, gradient), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("channels", [False, True])
+def test_learned_scales_get_the_gradients_of_one_device(channels: bool, dim: int) -> None:
+    numbers = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    name = f"_fake_quantize_learnable_per_{'channel' if channels else 'tensor'}_affine"
+    function: Callable[..., Tensor] = getattr(torch, name)
+    starts = (SCALES, ZEROS.float()) if channels else (torch.tensor([0.1]), torch.tensor([1.0]))
+
+    def gradients(x: Tensor) -> list[Tensor]:
+        scale, zero = (t.clone().requires_grad_() for t in starts)
+        (function(x, scale, zero, *([1] if channels else []), -8, 7) * torch.arange(24.0).view(4, 6)).sum().backward()
+        assert scale.grad is not None
+        assert zero.grad is not None
+        return [mw.unshard_dtensor(t) for t in (scale.grad, zero.grad)]
+
+    expected = gradients(numbers)
+    for found in mw.simulate(lambda: gradients(mw.shard_tensor(numbers, PAIR, [mw.Shard(dim)])), 2):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("rowwise", [False, True])

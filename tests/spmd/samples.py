@@ -30,6 +30,8 @@ FIXED = {
 }
 FIXED |= {"batch_norm": (3, 4), "fake_quantize_per_tensor_affine": (1, 2), "fake_quantize_per_channel_affine": (1, 2)}
 FIXED |= {"binary_cross_entropy": (2,), "binary_cross_entropy_with_logits": (2, 3)}
+FIXED |= {f"{name}_cachemask": FIXED[name] for name in FIXED if name.startswith("fake_quantize_")}
+FIXED |= {"_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": (1, 2, 3)}
 """Operands without a derivative in torch."""
 
 

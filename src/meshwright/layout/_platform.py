@@ -122,6 +122,23 @@ def _attention_of_cuda(device: torch.device) -> frozenset[str]:
     return frozenset({EFFICIENT, FLASH} if has_flash else {EFFICIENT})
 
 
+TENSORWISE, ROWWISE = "tensorwise", "rowwise"
+"""Scales of a product of float8 matrices: one for each matrix, or one for each row and each column."""
+
+
+def no_float8(_: torch.device) -> frozenset[str]:
+    """Return the scales of float8 products of a device whose `torch._scaled_mm` is missing or slow."""
+    return frozenset()
+
+
+def _float8_of_cuda(device: torch.device) -> frozenset[str]:
+    """Return the scales with which `torch._scaled_mm` of a GPU multiplies; ROCm has other float8 numbers."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return frozenset()
+    since = {TENSORWISE: (8, 9), ROWWISE: (9, 0)}
+    return frozenset(name for name, version in since.items() if torch.cuda.get_device_capability(device) >= version)
+
+
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 USUAL_REDUCTIONS: Mapping[str, Collection[torch.dtype]] = {
@@ -167,6 +184,8 @@ class Platform:
             recorded without such a device then check indices, too.
         attention: function that returns which fused kernels of attention a device has: `FLASH`, `EFFICIENT`. Ring
             attention merges their results. Without one it uses plain operators.
+        float8: function that returns the scales with which `torch._scaled_mm` of a device multiplies float8 numbers:
+            `TENSORWISE`, `ROWWISE`. Products with other scales are emulated in float32.
         nondeterministic: names of operators, such as "aten.index_add", that may give other bits when repeated.
     """
 
@@ -183,6 +202,7 @@ class Platform:
     product_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
     asserts: bool = False
     attention: Callable[[torch.device], frozenset[str]] = field(default=no_attention, repr=False)
+    float8: Callable[[torch.device], frozenset[str]] = field(default=no_float8, repr=False)
     nondeterministic: frozenset[str] = frozenset()
 
 
@@ -214,6 +234,7 @@ BUILT_IN = (
         signal=None if torch.version.hip else _CudaSignal,
         asserts=True,
         attention=_attention_of_cuda,
+        float8=_float8_of_cuda,
         nondeterministic=_ATOMIC,
     ),
     Platform("xpu", transport="xccl"),

@@ -18,6 +18,7 @@ _calibration        observe inputs, choose numbers, stage by stage
 _quantize           `quantize`: all of it for a model
 _errors             the errors of quantization
 checkpoints         save and load: safetensors files and config.json, in the forms of several libraries
+training            layers that train with rounded numbers, and with products of float8 numbers
 """
 
 from ._errors import CalibrationError, QuantizeError
@@ -27,17 +28,22 @@ from ._quantized_linear import QuantizedLinear
 from ._scheme import PRESETS, NumberFormat, Scheme
 from .checkpoints.load import load_quantized
 from .checkpoints.save import save_quantized
+from .training import FakeQuantizedLinear, Float8Linear, convert_to_float8_training, prepare_qat
 
 __all__ = [
     "PRESETS",
     "CalibrationError",
+    "FakeQuantizedLinear",
+    "Float8Linear",
     "NumberFormat",
     "Outline",
     "QuantizeError",
     "QuantizedLinear",
     "Scheme",
+    "convert_to_float8_training",
     "load_quantized",
     "outline",
+    "prepare_qat",
     "quantize",
     "save_quantized",
 ]

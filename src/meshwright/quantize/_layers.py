@@ -25,10 +25,12 @@ def layers_of(model: nn.Module, scheme: Scheme) -> Layers:
     """Return the linear layers that the scheme quantizes.
 
     Raises:
-        QuantizeError: there is none, the model is quantized already, or the weight of a layer does not fit.
+        QuantizeError: there is none, the model is quantized already, a layer was trained for other numbers, or its
+            weight does not fit.
     """
     found = select_layers(model, scheme)
     for name, layer in found.items():
+        _check_trained_for(name, layer, scheme)
         _check_weight(name, layer)
     return found
 
@@ -49,7 +51,7 @@ def select_layers(model: nn.Module, scheme: Scheme) -> Layers:
         if is_linear(module) and id(module.weight) not in shared and is_target(name, module, scheme)
     }
     if not found:
-        raise _no_layer(model, scheme)
+        raise no_layer(model, scheme.targets, scheme.ignore)
     _check_groups(found, scheme)
     return found
 
@@ -94,16 +96,31 @@ def refuse_quantized(model: nn.Module) -> None:
         )
 
 
-def _no_layer(model: nn.Module, scheme: Scheme) -> QuantizeError:
+def no_layer(model: nn.Module, targets: tuple[str, ...], ignore: tuple[str, ...]) -> QuantizeError:
+    """Return the error for patterns that match no linear layer."""
     names = [name for name, module in model.named_modules() if is_linear(module)]
-    near = [close for target in scheme.targets for close in get_close_matches(target, names, 1)]
+    near = [close for target in targets for close in get_close_matches(target, names, 1)]
     shown = ", ".join((near or names)[:3]) or "no linear layer"
     return QuantizeError(
-        f"quantize the layers {list(scheme.targets)} without {list(scheme.ignore)}",
+        f"quantize the layers {list(targets)} without {list(ignore)}",
         f"a {type(model).__name__} with {shown}",
         "no layer matches: a pattern is the name of a layer or of a class, or a regular expression after 're:'",
         f"write targets=({near[0]!r},)" if near else "write targets=('Linear',), and ignore=()",
     )
+
+
+def _check_trained_for(name: str, layer: nn.Linear, scheme: Scheme) -> None:
+    """Raise QuantizeError if the layer was trained with the rounded numbers of another scheme."""
+    trained = getattr(layer, "scheme", None)  # of a layer that `prepare_qat` prepared
+    if not isinstance(trained, Scheme):
+        return
+    if (trained.weights, trained.input_activations) != (scheme.weights, scheme.input_activations):
+        raise QuantizeError(
+            f"quantize {name} by {scheme!r}",
+            f"a layer that was trained for {trained!r}",
+            "its weight was trained to be rounded to other numbers",
+            "pass the scheme that mw.prepare_qat was given",
+        )
 
 
 def _check_weight(name: str, layer: nn.Linear) -> None:

@@ -43,8 +43,8 @@ def quantize(
     >>> model[2]
     QuantizedLinear(in_features=4, out_features=2, bias=True, weights int8, channel; inputs int8, token, dynamic)
     """
-    chosen = _scheme(scheme)
-    _check_module(model)
+    chosen = scheme_of(scheme)
+    check_module(model)
     layers = layers_of(model, chosen)
     if not chosen.is_calibrated:
         return convert_layers(model, _nearest_layers(layers, chosen, progress or (lambda text: None)))
@@ -67,7 +67,12 @@ def _nearest_layers(layers: Layers, scheme: Scheme, progress: Callable[[str], No
     return found
 
 
-def _scheme(scheme: object) -> Scheme:
+def scheme_of(scheme: object) -> Scheme:
+    """Return the scheme, or the preset of this name.
+
+    Raises:
+        QuantizeError: it is neither a scheme nor the name of a preset.
+    """
     if isinstance(scheme, Scheme):
         return scheme
     if isinstance(scheme, str):
@@ -80,7 +85,8 @@ def _scheme(scheme: object) -> Scheme:
     )
 
 
-def _check_module(model: object) -> None:
+def check_module(model: object) -> None:
+    """Raise QuantizeError if the model is no module."""
     if not isinstance(model, nn.Module):
         raise QuantizeError(
             f"quantize a {type(model).__name__}",

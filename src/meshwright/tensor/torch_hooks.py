@@ -234,14 +234,21 @@ _FAKE_QUANTIZATION = (
     "aten::_fake_quantize_learnable_per_channel_affine",
     "aten::_fake_quantize_learnable_per_tensor_affine",
 )
-"""Elementwise operators without a meta kernel."""
+_FAKE_QUANTIZATION_WITH_MASK = (
+    "aten::fake_quantize_per_channel_affine_cachemask",
+    "aten::fake_quantize_per_tensor_affine_cachemask",
+    "aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+)
+"""Elementwise operators without a meta kernel; the second ones return a mask too."""
 
 
 def _plainly(op: Operator, args: Arguments, kwargs: NamedArguments) -> TorchValue:
     if op is torch.ops.aten._grouped_mm.default and args[0].is_meta:
         return grouped_product(*args, **kwargs)
     if op.name().partition(".")[0] in _FAKE_QUANTIZATION and args[0].is_meta:
-        return torch.empty_like(args[0])  # torch has no meta kernel
+        return torch.empty_like(args[0])
+    if op.name().partition(".")[0] in _FAKE_QUANTIZATION_WITH_MASK and args[0].is_meta:
+        return torch.empty_like(args[0]), torch.empty_like(args[0], dtype=torch.bool)
     if op in _WRONG_IN_PYTHON and not fake_tensor.is_fake(args[0]):
         with torch._C._DisablePythonDispatcher():
             return op(*args, **kwargs)

@@ -161,7 +161,8 @@ def searched_once(here: Communicator, program: Program, how: object, search: Cal
     """
     if not isinstance(here, SimulatedCommunicator):
         return search()
-    return made_once(here, ("searches", program.numbered_text, repr(how)), search)
+    frozen = tuple(i.frozen for i in program.inputs)
+    return made_once(here, ("searches", program.numbered_text, frozen, repr(how)), search)
 
 
 def made_once(here: Communicator, key: object, make: Callable[[], T]) -> T:

@@ -187,7 +187,7 @@ class CaptureEnvironment:
         if isinstance(x, nn.Parameter):
             fake._is_param = True
         note_spec(fake, spec)
-        self.recording.add_input(fake, role, name, spec, leaf)
+        self.recording.add_input(fake, role, name, spec, leaf, role == "parameter" and not x.requires_grad)
         return fake
 
     def origin(self) -> Origin:

@@ -129,17 +129,20 @@ class Decoder:
         spec: JsonValue,
         source: JsonValue,
         first: JsonValue = None,
+        frozen: JsonValue = False,
     ) -> Input:
         v, where = self._value_at(value), self.tree(source)
         if not _SOURCES[one_of(Role, role)](where):
             raise DataError(f"the source of the input {name!r} is unknown")
         if first is not None and (role != "state" or not isinstance(first, (int, float)) or not v.is_tensor):
             raise DataError(f"the input {name!r} is filled with {first!r}")
+        if type(frozen) is not bool or (frozen and role != "parameter"):
+            raise DataError(f"the input {name!r} is frozen: {frozen!r}")
         if isinstance(where, Tensor):
             if (tuple(where.shape), where.dtype) != (v.shape, v.dtype):
                 raise DataError(f"the constant {v!r} is a tensor of shape {tuple(where.shape)} and dtype {where.dtype}")
             where = where.to(v.device)
-        return Input(v, role, text(name), None if spec is None else item(self.specs, spec), where, first)
+        return Input(v, role, text(name), None if spec is None else item(self.specs, spec), where, first, frozen)
 
     def _node(
         self,

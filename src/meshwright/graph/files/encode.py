@@ -86,7 +86,8 @@ class Encoder:
     def _input(self, given: Input) -> list[JsonValue]:
         with _naming_place(f"the input {given.name}"):
             spec = None if given.spec is None else self.spec(given.spec)
-            return [self._add_value(given.value), given.role, given.name, spec, self.tree(given.source), given.first]
+            row = [self._add_value(given.value), given.role, given.name, spec, self.tree(given.source), given.first]
+            return [*row, True] if given.frozen else row
 
     def _node(self, node: Node) -> list[JsonValue]:
         with _naming_place(node):

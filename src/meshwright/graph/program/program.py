@@ -27,7 +27,8 @@ class Input:
     """An input of a program: its role, its name outside of the program, and the spec of the global tensor.
 
     A "scalar" is a Python number that may change from call to call. A "number" depends on the rank. `source` says where
-    the input comes from. A state with a `first` number is filled with this number before the first step.
+    the input comes from. A state with a `first` number is filled with this number before the first step. A parameter
+    of a captured program that gets no gradient is `frozen`.
     """
 
     value: Value
@@ -36,6 +37,7 @@ class Input:
     spec: Spec | None = None
     source: Any = None
     first: float | None = None
+    frozen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,8 @@ class Program:
 
     @cached_property
     def trained(self) -> frozenset[Value]:
-        """Values that may receive a gradient: float values that depend on parameters, and the parameters."""
-        given = (i.value for i in self.inputs if i.role == "parameter")
+        """Values that may receive a gradient: parameters that are not frozen, and float values that depend on them."""
+        given = (i.value for i in self.inputs if i.role == "parameter" and not i.frozen)
         found = {v for v in given if tensor_dtype(v).is_floating_point}
         for node in self.nodes:
             if not found.isdisjoint(node.ins):

@@ -77,10 +77,18 @@ class Recording:
     detached_writes: list[DetachedWrite] = field(default_factory=list[DetachedWrite])
     _given: list[tuple[Input, Tensor]] = field(default_factory=list[tuple[Input, Tensor]])
 
-    def add_input(self, x: Tensor, role: Role, name: str, spec: Spec | None = None, source: object = None) -> Value:
+    def add_input(
+        self,
+        x: Tensor,
+        role: Role,
+        name: str,
+        spec: Spec | None = None,
+        source: object = None,
+        frozen: bool = False,
+    ) -> Value:
         """Add the tensor `x` as an input of the program, and return its value."""
         value = Value.of(self.names.fresh(name.replace(".", "_")), x)
-        self.inputs.append(Input(value, role, name, spec, source))
+        self.inputs.append(Input(value, role, name, spec, source, frozen=frozen))
         self._given.append((self.inputs[-1], x))
         self._bind(x, Cell(value, TensorMemory(), x))
         return value

@@ -223,10 +223,14 @@ class MeshPlan:
         if self.stages is not None:
             rows = zip(self.stages.held, self.stages.static, strict=True)
             return {f"stage {n}": _kinds(state, held - state) for n, (held, state) in enumerate(rows)}
-        parts = ((i.value.nbytes, self.tp if cuts.of(i.value).kind == "cut" else 1) for i in _own(cuts))
         each = per_byte(self.saving, self.dp, self.states)
-        state = min(self.nbytes, sum(nbytes * each / ranks for nbytes, ranks in parts))
+        held = sum(self._part(cuts, i) * (1.0 if i.frozen else each) for i in _own(cuts))
+        state = min(self.nbytes, held)
         return {"every rank": _kinds(state, self.nbytes - state)}
+
+    def _part(self, cuts: Shardings, given: Input) -> float:
+        """Return the bytes of a rank's part of a parameter."""
+        return given.value.nbytes / (self.tp if cuts.of(given.value).kind == "cut" else 1)
 
     def _laid(self) -> Iterator[TensorLayout]:
         for name, spec in self.layouts.items():
@@ -244,7 +248,8 @@ class MeshPlan:
         if self.dp > 1:
             link = link_name(cluster, self.dp, max(1, min(self.dp, cluster.per_node // self.tp)))
             seconds = self._spent()["gradients of replicas"]
-            nbytes = sum(row.nbytes for row in self._laid() if not row.name.startswith("batch_"))
+            cuts, _ = self._searched()
+            nbytes = sum(self._part(cuts, i) for i in _own(cuts) if not i.frozen)
             kind = "reduce-scatter and all-gather" if self.saving.zero else "all-reduce"
             yield Communication(kind, "gradients over dp", "after the backward pass", link, 1, nbytes, seconds, seconds)
 

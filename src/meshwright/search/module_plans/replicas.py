@@ -171,11 +171,11 @@ class Replicas:
         return self._parameters(self.about.plain.fastest)
 
     def _parameters(self, cuts: Shardings) -> float:
-        """Return the bytes of a rank's parameters in their initial layouts."""
+        """Return the bytes of a rank's parameters that get a gradient, in their initial layouts."""
         return sum(
             i.value.nbytes / (self.tp if cuts.of(i.value).kind == "cut" else 1)
             for i in self.of.program.inputs
-            if i.role == "parameter" and i.value in cuts.forms
+            if i.role == "parameter" and not i.frozen and i.value in cuts.forms
         )
 
     def _savings(self) -> Iterator[MemorySaving]:

@@ -67,7 +67,8 @@ class ProgramFacts:
         """Return everything that the options of an operator depend on, as a key."""
         place = {v: n for n, v in enumerate(dict.fromkeys(node.ins))}
         args, kwargs = map_values(lambda v: (place[v], v.sizes, v.dtype), (node.args, dict(node.kwargs)))
-        return node.op, repr(args), repr(kwargs), tuple(v in self.trains for v in node.outs)
+        trains, frozen = (tuple(v in self.trains for v in node.outs), not self.frozen.isdisjoint(node.ins))
+        return node.op, repr(args), repr(kwargs), trains, frozen
 
     def call(self, row: OperatorRow) -> OperatorCall | None:
         """Return the call of an operator, as `call_of` does."""
@@ -93,6 +94,11 @@ class ProgramFacts:
     def given(self) -> frozenset[Value]:
         """Parameters and buffers."""
         return frozenset(i.value for i in self.program.inputs if i.role in ("parameter", "buffer"))
+
+    @cached_property
+    def frozen(self) -> frozenset[Value]:
+        """Parameters that get no gradient."""
+        return frozenset(i.value for i in self.program.inputs if i.frozen)
 
     @property
     def trains(self) -> frozenset[Value]:

@@ -409,10 +409,14 @@ class ShardingProblem:
 
 
 def relative_passes(node: Node, kept: MemoryModel) -> float:
-    """Return the seconds of all passes of an operator, relative to its forward pass."""
+    """Return the seconds of all passes of an operator, relative to its forward pass.
+
+    A frozen parameter has no gradient, which is half of the backward pass.
+    """
     if kept.facts.trains.isdisjoint(node.outs):
         return 1.0
-    return 1.0 + BACKWARD + (node in kept.dropped.layers)
+    backward = BACKWARD if kept.facts.frozen.isdisjoint(node.ins) else BACKWARD / 2
+    return 1.0 + backward + (node in kept.dropped.layers)
 
 
 def _given_form(form: AxisForm) -> AxisForm:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -101,6 +103,16 @@ def fake_channels_rule(x: Tensor, scale: Tensor, zero: Tensor, axis: int, *rest:
     return f"{operand_text(names)}, {names[axis]}, {names[axis]} -> {operand_text(names)}"
 
 
+def with_mask(rule: Callable[..., str]) -> Entry:
+    """Return the rule of a form that also returns a mask: True where the gradient passes."""
+
+    def entry(*args: TorchValue) -> str:
+        text = rule(*args)
+        return f"{text} ; {text.rpartition('-> ')[2]}"
+
+    return entry
+
+
 QUANTIZED: dict[str, Entry] = {
     "aten._weight_int8pack_mm": int8_rule,
     "aten._weight_int4pack_mm_for_cpu": int4_rule,
@@ -109,4 +121,9 @@ QUANTIZED: dict[str, Entry] = {
     "aten.fake_quantize_per_channel_affine": fake_channels_rule,
     "aten._fake_quantize_learnable_per_tensor_affine": fake_rule,
     "aten._fake_quantize_learnable_per_channel_affine": fake_channels_rule,
+    "aten.fake_quantize_per_tensor_affine_cachemask": with_mask(fake_rule),
+    "aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams": with_mask(fake_rule),
+    "aten.fake_quantize_per_channel_affine_cachemask": with_mask(fake_channels_rule),
+    "aten.fake_quantize_per_tensor_affine_cachemask_backward": "... | ... -> ...",
+    "aten.fake_quantize_per_channel_affine_cachemask_backward": "... | ... -> ...",
 }

@@ -1,0 +1,118 @@
+"""Linear layers whose products, in the forward pass and of both gradients, are computed from float8 numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from typing import get_args
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.fixed_order import same_numbers
+from meshwright.layout import TorchValue
+
+from .._errors import QuantizeError
+from .._layers import is_linear, matches, no_layer
+from .._quantize import check_module
+from .float8_products import GRADIENT, Recipe, float8_product
+from .torch_hooks import in_same_numbers
+
+
+class _Product(torch.autograd.Function):
+    """`x @ weight.T` for rows x [m, k] and a weight [n, k]. Both passes see whole tensors, also on a mesh."""
+
+    sees_whole_tensors = True
+
+    @staticmethod
+    def forward(ctx: TorchValue, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.recipe, ctx.fixed_order = recipe, in_same_numbers()
+        return float8_product(x, weight.t(), recipe)
+
+    @staticmethod
+    def backward(ctx: TorchValue, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = (each.detach() for each in ctx.saved_tensors)
+        grad, recipe = grads[0].detach(), ctx.recipe
+        of_x = of_weight = None
+        with _order_of_forward_pass(ctx.fixed_order):
+            if ctx.needs_input_grad[0]:
+                of_x = float8_product(grad, weight, recipe, GRADIENT[recipe])
+            if ctx.needs_input_grad[1]:
+                of_weight = float8_product(grad.t(), x, recipe, GRADIENT[recipe])
+        return of_x, of_weight, None
+
+
+@contextmanager
+def _order_of_forward_pass(fixed: bool) -> Generator[None]:
+    """Run the block of a backward pass with sums in a fixed order, if the forward pass ran inside `mw.same_numbers()`.
+
+    torch leaves that block in a backward pass, and the block leaves out calls that cannot be derived.
+    """
+    with same_numbers() if fixed else nullcontext(), torch.enable_grad() if fixed else nullcontext():
+        yield
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer that multiplies float8 numbers; its parameters and results keep their dtype."""
+
+    recipe: Recipe
+
+    def forward(self, input: Tensor) -> Tensor:
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        rows = input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
+        with torch.autocast(kind, enabled=False):
+            product = _Product.apply(rows.to(dtype), self.weight.to(dtype), self.recipe)
+            bias = self._parameters["bias"]
+            out = product if bias is None else product + bias.to(dtype)
+        return out.unflatten(0, input.shape[:-1]) if input.dim() > 1 else out.squeeze(0)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, float8 {self.recipe}"
+
+
+def convert_to_float8_training(
+    model: nn.Module,
+    recipe: Recipe = "tensorwise",
+    *,
+    targets: tuple[str, ...] = ("Linear",),
+    ignore: tuple[str, ...] = ("lm_head",),
+) -> nn.Module:
+    """Turn the linear layers of a model into layers that train with float8 products, and return the model.
+
+    With "tensorwise", a matrix has one scale, and gradients are float8_e5m2. With "rowwise", each row and each column
+    has a scale, and all numbers are float8_e4m3fn: more exact, and slower. Patterns are those of `Scheme`. Modules and
+    parameters stay the same objects, so marks, hooks and optimizers stay valid, and the call may come before or after
+    them. Layers with a `forward` of their own stay as they are.
+
+    Raises:
+        QuantizeError: there is no such recipe, or no such layer. The model is unchanged.
+
+    >>> convert_to_float8_training(nn.Sequential(nn.Linear(8, 4)), "rowwise")[0]
+    Float8Linear(in_features=8, out_features=4, bias=True, float8 rowwise)
+    """
+    check_module(model)
+    if recipe not in get_args(Recipe):
+        raise QuantizeError(
+            f"float8 training by {recipe!r}",
+            repr(recipe),
+            "a recipe says which numbers share a scale",
+            'write "tensorwise" or "rowwise"',
+        )
+    layers = [
+        module
+        for name, module in model.named_modules()
+        if is_linear(module) and _computes_as_linear(module) and matches(name, module, targets)
+        if not matches(name, module, ignore)
+    ]
+    if not layers:
+        raise no_layer(model, targets, ignore)
+    for layer in layers:
+        layer.__class__ = Float8Linear
+        vars(layer)["recipe"] = recipe
+    return model
+
+
+def _computes_as_linear(layer: nn.Linear) -> bool:
+    return type(layer).forward in (nn.Linear.forward, Float8Linear.forward)
