@@ -78,11 +78,9 @@ def _padded(
 ) -> tuple[Tensor, Tensor]:
     """Return token ids [r, s] with zeros as padding on one side, and the mask that is 0 there.
 
-    If any row is padded, `s` is rounded up to a multiple.
+    `s` is rounded up to a multiple.
     """
-    longest = max(map(len, prompts))
-    if min(map(len, prompts)) < longest:
-        longest = -(-longest // multiple) * multiple
+    longest = -(-max(map(len, prompts)) // multiple) * multiple
     ids, mask = [], []
     for prompt in prompts:
         pad = longest - len(prompt)
@@ -94,7 +92,7 @@ def _padded(
 class CachedCalls:
     """Calls of a decoder with a cache. Prompts are padded on the left, and positions count from their first token.
 
-    Prompts of different lengths are padded to a `multiple` of tokens.
+    Prompts are padded to a `multiple` of tokens.
     """
 
     rows: Rows

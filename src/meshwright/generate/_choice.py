@@ -18,7 +18,8 @@ def choose_rows(
     logits_rv: Tensor, request: GenerationRequest, rows: Sequence[tuple[int, int]], steps: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Return a token for each row, which is a prompt and a sample at a step of its own, and its log-probability."""
-    numbers = [uniform(request.seed, *row, step) for row, step in zip(rows, steps, strict=True)]
+    is_drawn = request.temperature != 0
+    numbers = [uniform(request.seed, *row, step) for row, step in zip(rows, steps, strict=True)] if is_drawn else []
     uniforms_r = torch.tensor(numbers, dtype=torch.float64, device=logits_rv.device)
     return choose_tokens(logits_rv, uniforms_r, request.temperature, request.top_k, request.top_p)
 
@@ -41,7 +42,9 @@ def choose_tokens(
     >>> choose_tokens(torch.tensor([[0.0, 2.0, 2.0]]), torch.tensor([0.9]), temperature=0.0)[0]
     tensor([1])
     """
-    scores_rv = logits_rv.float() / (temperature or 1.0)
+    scores_rv = logits_rv.float()
+    if temperature not in (0, 1):
+        scores_rv = scores_rv / temperature
     log_probs_rv = scores_rv.log_softmax(-1)
     # not the log-probabilities: their rounding makes logits equal that differ
     tokens_r = scores_rv.argmax(-1) if temperature == 0 else _drawn(scores_rv, uniforms_r, top_k, top_p)

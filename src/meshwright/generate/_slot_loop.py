@@ -29,7 +29,9 @@ class SlotLoop:
         self.numbered = request.rows
         """The prompt and the sample of each row; the property of the request makes the tuple for each read."""
         count, device = len(self.numbered), slots.device
-        self.waiting = deque(range(count))
+        lengths = [len(request.prompts[prompt]) for prompt, _ in self.numbered]
+        self.waiting = deque(sorted(range(count), key=lengths.__getitem__, reverse=True))
+        """Rows without a slot. Rows of similar lengths enter together: their prompts are padded to the longest."""
         self.row_of: list[int | None] = [None] * self.rows.count
         self.lengths = [0] * self.rows.count
         """Number of tokens that were chosen in each slot."""
@@ -80,19 +82,28 @@ class SlotLoop:
 
     def _choose(self, slots: Sequence[int], logits_rv: Tensor, are_all: bool = True) -> None:
         """Choose a token in each of these slots; the logits are those of all slots of this rank, or of these only."""
-        mine, own = self._held(slots), [slot for slot in slots if self._is_held(slot)]
+        own = [slot for slot in slots if self._is_held(slot)]
         rows = [self._row(slot) for slot in own]
         steps = [self.lengths[slot] for slot in own]
-        logits_rv = logits_rv[mine] if are_all else logits_rv
+        mine = None if are_all and len(own) == self.rows.held else self._held(own)
+        logits_rv = logits_rv[mine] if are_all and mine is not None else logits_rv
         chosen_r, log_probs_r = choose_rows(logits_rv, self.request, [self.numbered[row] for row in rows], steps)
-        ended_r = self.ended_r[mine]
-        chosen_r = chosen_r.masked_fill(ended_r, 0)
-        self.tokens_nt[rows, steps] = chosen_r
-        self.log_probs_nt[rows, steps] = log_probs_r.masked_fill(ended_r, 0.0)
-        self.last_r[mine] = chosen_r
-        self.ended_r[mine] = ended_r | torch.isin(chosen_r, self.stop)
+        self._keep(chosen_r, log_probs_r, rows, steps, slice(None) if mine is None else mine)
         for slot in slots:
             self.lengths[slot] += 1
+
+    def _keep(
+        self, chosen_r: Tensor, log_probs_r: Tensor, rows: Sequence[int], steps: Sequence[int], mine: Tensor | slice
+    ) -> None:
+        """Write tokens and log-probabilities of rows at steps; `mine` are the numbers of their slots on this rank."""
+        if self.request.stop:
+            ended_r = self.ended_r[mine]
+            chosen_r, log_probs_r = chosen_r.masked_fill(ended_r, 0), log_probs_r.masked_fill(ended_r, 0.0)
+            self.ended_r[mine] = ended_r | torch.isin(chosen_r, self.stop)
+        places = torch.tensor([rows, steps], dtype=torch.int64, device=self.slots.device)
+        self.tokens_nt[places[0], places[1]] = chosen_r
+        self.log_probs_nt[places[0], places[1]] = log_probs_r
+        self.last_r[mine] = chosen_r
 
     def _result(self) -> tuple[Tensor, Tensor]:
         """Return the tokens of all ranks: each row is zero on ranks that do not have it."""

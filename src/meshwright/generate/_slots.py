@@ -24,8 +24,8 @@ from ._rows import Rows
 from ._step_runs import StepRun, StepRuns, rounded, same_logits
 
 Prompt = tuple[int, ...]
-LENGTHS = 16
-"""Prompts of different lengths are padded to a multiple of so many tokens: the calls of each size are planned anew."""
+LENGTHS, COUNTS = 16, 4
+"""Later prompts are padded to a multiple of so many tokens and rows: the calls of each size are planned anew."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,8 @@ class Slots:
         of_ranks = self._different(prompts)
         most = self._padded_count(max(map(len, of_ranks)))
         batch = [prompt for each in of_ranks for prompt in (*each, *[(0,)] * (most - len(each)))]
-        multiple = 1 if self.rows.mesh is None else LENGTHS
+        is_even = len(set(map(len, batch))) == 1
+        multiple = 1 if self.rows.mesh is None or (is_even and self.run is None) else LENGTHS
         new_tokens = self.request.max_new_tokens
         calls = CachedCalls(self.model, batch, self.device, self.cache_name, new_tokens, multiple)
         all_logits_rv = calls.first()
@@ -82,7 +83,7 @@ class Slots:
 
     def _padded_count(self, count: int) -> int:
         """Return the rows of each rank for so many prompts: few different numbers on several ranks."""
-        return count if self.rows.mesh is None else min(self.rows.held, 1 << (count - 1).bit_length())
+        return count if self.rows.mesh is None else min(self.rows.held, -(-count // COUNTS) * COUNTS)
 
     def _different(self, prompts: Mapping[int, Prompt]) -> list[list[Prompt]]:
         """Return the different prompts of the slots of each rank with rows of its own."""

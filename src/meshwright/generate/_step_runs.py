@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm import get_rank, world_ranks
+from meshwright.comm import current_communicator, get_rank, world_ranks
 from meshwright.engine import DistModel, Strategy, to_static, unshard_dtensor
 from meshwright.layout import warn_user
 from meshwright.passes import OneRowProducts
+from meshwright.tensor import fast_products, has_fast_products
 
 from ._decode_step import DecodeStep
 from ._errors import EagerStepWarning
@@ -56,6 +57,8 @@ class StepRuns:
     """The distribution of the rows that a first pass had; None before, and after a call that had another one."""
     eager_because: str = ""
     """The reason why no step is recorded; "" if steps are."""
+    has_fast_products: bool | None = None
+    """True if all ranks have faster kernels of products than torch's; None before the first call."""
     _records: bool = False
     _inside: ExitStack = field(default_factory=ExitStack)
     is_off: bool = False
@@ -63,17 +66,23 @@ class StepRuns:
 
     @contextmanager
     def call(self, is_distributed: bool) -> Generator[None]:
-        """Record steps inside if the model is distributed.
+        """Record steps inside if the model is distributed, and use the fastest kernels of products that all ranks have.
 
         What the programs depend on is compared once inside, not for each token: nothing but tensors changes there.
         """
         self._records = is_distributed and self.static_after is not None
-        with ExitStack() as self._inside:
+        with ExitStack() as self._inside, fast_products(is_distributed and self._all_have_fast_products()):
             for run in self.known:
                 run.is_ready = False
                 if run.program is not None:
                     self._inside.enter_context(run.program.unchanged())
             yield
+
+    def _all_have_fast_products(self) -> bool:
+        """True if all ranks have faster kernels. With different kernels, ranks would round equal logits differently."""
+        if self.has_fast_products is None:
+            self.has_fast_products = not current_communicator().any_true(not has_fast_products(), world_ranks())
+        return self.has_fast_products
 
     def clear(self) -> None:
         """Drop all steps with their memory; the next long call records a program again."""
@@ -128,7 +137,8 @@ class StepRuns:
             program = to_static(step, strategy=STRATEGY)
             self._inside.enter_context(program.unchanged())
         try:
-            program.compile(tokens_r1, places_r1)
+            with fast_products(False):  # a recording has no values
+                program.compile(tokens_r1, places_r1)
         except Exception as error:
             self.stay_eager(f"it cannot be recorded: {type(error).__name__}: {error}")
             return None

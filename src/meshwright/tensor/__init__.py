@@ -72,6 +72,7 @@ from .core.tree import key_of_tree, leaves_in, map_leaves, map_tensors, tensors_
 from .core.write_counts import writes_to
 from .execution import dispatch as dispatch
 from .execution import func_transforms as func_transforms
+from .execution.few_row_products import fast_products, has_fast_products, product, sum_with_product
 from .handlers import direct_attributes as direct_attributes
 from .handlers import padded_encoder as padded_encoder
 from .handlers import sparse_constructors as sparse_constructors
@@ -131,12 +132,14 @@ __all__ = [
     "decisions",
     "distribute",
     "distribute_as",
+    "fast_products",
     "flush",
     "from_local",
     "full_tensor",
     "functions_passed_to",
     "gathered_axes",
     "grouped_product",
+    "has_fast_products",
     "in_backward",
     "initial_checksum_of",
     "input_numbers",
@@ -155,6 +158,7 @@ __all__ = [
     "operators_recorded",
     "parts_recorded",
     "pipe_split",
+    "product",
     "random_source",
     "recording",
     "recording_parts",
@@ -165,6 +169,7 @@ __all__ = [
     "shared_memory",
     "sharing_views",
     "stages_of",
+    "sum_with_product",
     "tensors_in",
     "transforming",
     "using_attention",

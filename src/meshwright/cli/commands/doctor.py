@@ -222,7 +222,7 @@ def _between_processes() -> Iterator[Finding]:
 
 
 def _compiler_finding() -> Finding:
-    """Return the finding for the C++ compiler, which Inductor needs for CPU kernels."""
+    """Return the finding for the C++ compiler, which compiles CPU kernels."""
     names = [name for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name]
     found = next(filter(None, map(shutil.which, names)), None)
     return Finding(
@@ -230,7 +230,8 @@ def _compiler_finding() -> Finding:
         found or f"none of {', '.join(names)}",
         found is not None,
         False,
-        "install g++ or clang++, or set CXX to its path; only Strategy(compiler='inductor') needs one",
+        "install g++ or clang++, or set CXX to its path; Strategy(compiler='inductor') needs one, and samplers can be "
+        "faster with one",
     )
 
 

@@ -207,19 +207,24 @@ class DistModel:
 
     def has_program(self, *batch: TorchValue) -> bool:
         """True if a program for a batch was recorded in the present setting, so that a call records nothing."""
-        return self._variants.find(self._key(batch), list(leaves_in(batch))) is not None
+        leaves = list(leaves_in(batch))
+        return self._known_program(self._key(batch), leaves) is not None
 
     def _program_for(self, batch: Sequence[Any], leaves: Sequence[Any]) -> CompiledProgram:
         """Return the program for the batch, recorded now if there is none."""
         key = self._key(batch)
+        self._latest = self._known_program(key, leaves) or self._record_program(batch, key, leaves)
+        return self._latest
+
+    def _known_program(self, key: object, leaves: Sequence[Any]) -> CompiledProgram | None:
+        """Return the program that was recorded for such a batch in the present setting, or None."""
         known = self._unchanged
-        kind = None if known is None else (key, tuple(map(kind_of, leaves)), sizes_of(leaves))
-        found = None if known is None else known.get(kind)
-        if found is None:
-            found = self._variants.find(key, leaves) or self._record_program(batch, key, leaves)
-        if known is not None:
+        if known is None:
+            return self._variants.find(key, leaves)
+        kind = key, tuple(map(kind_of, leaves)), sizes_of(leaves)
+        found = known.get(kind) or self._variants.find(key, leaves)
+        if found is not None:
             known[kind] = found
-        self._latest = found
         return found
 
     @contextmanager

@@ -13,14 +13,43 @@ from torch import Tensor, fx
 from meshwright.comm import PendingConversion, current_communicator
 from meshwright.layout import TorchValue
 from meshwright.reshard import AllReduce, ConversionPlan, Purpose
+from meshwright.tensor import product, sum_with_product
 
 from ..analysis.live_memory import read_last
 from ..program.effects import is_view
 from ..program.node import Conversion, Node, Op, Start, Value, Wait, map_values
 from ..program.program import Program
 
+aten = torch.ops.aten
 Run = Callable[..., tuple[Any, list[Any]]]
 """`run(*inputs)` returns the outputs, and the values to write back in the order of `program.writes`."""
+
+_FUNCTIONS: Mapping[Op, Callable[..., Any]] = {
+    aten.view.default: torch.reshape,
+    aten._unsafe_view.default: torch.reshape,
+    aten.mm.default: product,
+    aten.addmm.default: sum_with_product,
+    aten.add.Tensor: torch.add,
+    aten.sub.Tensor: torch.sub,
+    aten.mul.Tensor: torch.mul,
+    aten.div.Tensor: torch.div,
+    aten.neg.default: torch.neg,
+    aten.pow.Tensor_Scalar: torch.pow,
+    aten.rsqrt.default: torch.rsqrt,
+    aten.mean.dim: torch.mean,
+    aten.cat.default: torch.cat,
+    aten.t.default: torch.t,
+    aten.transpose.int: torch.transpose,
+    aten.unsqueeze.default: torch.unsqueeze,
+    aten.squeeze.dim: torch.squeeze,
+    aten.expand.default: Tensor.expand,
+    aten.add_.Tensor: Tensor.add_,
+    aten.add_.Scalar: Tensor.add_,
+    aten.mul_.Tensor: Tensor.mul_,
+    aten.rsqrt_.default: Tensor.rsqrt_,
+    aten.scatter_.src: Tensor.scatter_,
+}
+"""Operator → function of torch with the same arguments, whose call from Python takes half as long."""
 
 
 def to_fx(
@@ -70,8 +99,8 @@ def _default_function(op: Op, purpose: Purpose) -> Callable[..., Any]:
         return start_function(op.carry, purpose)
     if isinstance(op, Wait):
         return _wait_for
-    if op is torch.ops.aten.view.default:  # a fake tensor may have other strides than the kernel's result
-        return torch.ops.aten.reshape.default
+    if op is aten.view.default:  # a fake tensor may have other strides than the kernel's result
+        return aten.reshape.default
     if isinstance(op, Conversion):
         return step_function(op, purpose)
     return op if hasattr(op, "__name__") else _with_name(op)
@@ -138,9 +167,11 @@ def _wait_for(started: PendingConversion, x: Tensor) -> Tensor:
 def runner(program: Program) -> Run:
     """Return the program as a function of its inputs in program order, on the caller's communicator."""
     over, both = reductions_over(program), swapped_writes(program)
-    call = to_fx(
-        program, lambda node: overwriting_step_function(over[node], node.origin.purpose) if node in over else None
-    ).forward  # faster than the call of a module, which looks for hooks
+
+    def function_of(node: Node) -> Callable[..., Any] | None:
+        return overwriting_step_function(over[node], node.origin.purpose) if node in over else _FUNCTIONS.get(node.op)
+
+    call = to_fx(program, function_of).forward  # faster than the call of a module, which looks for hooks
 
     def run(*inputs: TorchValue) -> tuple[TorchValue, list[TorchValue]]:
         with torch.set_grad_enabled(False):  # `no_grad` takes three times as long

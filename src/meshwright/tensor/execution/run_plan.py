@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.comm import current_communicator
@@ -36,6 +37,7 @@ from ..torch_hooks import (
     written_arguments,
 )
 from ..views.dist_view import break_view, check_own_elements, run_whole
+from .few_row_products import linear, products_are_fast
 
 _NOTHING: dict[str, TorchValue] = {}
 
@@ -92,6 +94,21 @@ class OneResultCall(CallPlan):
 
 
 @dataclass(frozen=True, slots=True)
+class LinearCall(CallPlan):
+    """A call of a linear layer, whose product may be computed by a faster kernel than torch's."""
+
+    plan: CallPlan
+
+    def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
+        return self.plan.run(linear if products_are_fast() else func, types, args, kwargs)
+
+    @property
+    def settled(self) -> CallPlan:
+        settled = self.plan.settled
+        return self if settled is self.plan else LinearCall(settled)
+
+
+@dataclass(frozen=True, slots=True)
 class UnsettledCall(CallPlan):
     """A call with one result, before its first results were checked."""
 
@@ -129,6 +146,11 @@ def _with_dtype_of(spec: Spec, t: Tensor) -> Spec:
 
 def plan_step(step: Step, func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> CallPlan:
     """Return the plan of one operator: convert its operands, then call the caller's function, operator or form."""
+    plan = _plan_operator(step, func, args, kwargs)
+    return LinearCall(plan) if func is F.linear and step.direct else plan
+
+
+def _plan_operator(step: Step, func: TorchFunction, args: TorchValue, kwargs: TorchValue) -> CallPlan:
     places = _tensor_places(args, kwargs)
     requirements = ResultRequirements(step.node.op.name(), step.outs, step.fresh)
     if step.node.op.namespace != "aten":
