@@ -118,7 +118,7 @@ def programs() -> dict[str, Any]:
 
 def test_the_diagram_shows_the_layers() -> None:
     diagram, *others = (block.text for block in blocks(PAGE) if block.kind == "text")
-    rows = re.findall(r"^│ +(\d+) │ ([a-z ]+?) +│", diagram, re.MULTILINE)
+    rows = re.findall(r"^│ +(\d+) │ ([a-z_ ]+?) +│", diagram, re.MULTILINE)
     assert not others
     assert [(int(number), set(names.split())) for number, names in rows] == list(enumerate(LAYERS))[::-1]
 
