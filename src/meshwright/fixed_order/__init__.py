@@ -4,6 +4,7 @@ In reading order:
 
     kernels        sums and products of local tensors in an order that depends on global sizes only
     operators      operators with such sums, their sharding rules and local forms
+    microbatches   pieces of the batch in a microbatch, and sums over microbatches
     derivatives    functions whose gradients are such sums
     functions      replacements of torch's functions by such functions
     calls          functions that need no replacement, and gradients of operands that broadcast
@@ -13,6 +14,16 @@ In reading order:
 """
 
 from ._errors import SameNumbersError
-from .same_numbers import SameNumbers, same_numbers
+from .microbatches import GradientTrees, MicrobatchTree, one_of_microbatches
+from .same_numbers import SameNumbers, in_same_numbers, only_recordings, same_numbers
 
-__all__ = ["SameNumbers", "SameNumbersError", "same_numbers"]
+__all__ = [
+    "GradientTrees",
+    "MicrobatchTree",
+    "SameNumbers",
+    "SameNumbersError",
+    "in_same_numbers",
+    "one_of_microbatches",
+    "only_recordings",
+    "same_numbers",
+]

@@ -35,7 +35,7 @@ EXACT = frozenset(
     view reshape flatten unflatten permute transpose t unsqueeze squeeze select narrow split chunk unbind cat concat
     concatenate stack hstack vstack roll flip tril triu diagonal movedim swapaxes swapdims view_as reshape_as pad
     cumsum gather index_select take_along_dim tensor_split split_with_sizes getitem setitem index_copy_
-    requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward item tolist numpy cpu numel dim
+    requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook item tolist numpy cpu numel dim
     size stride storage_offset data_ptr is_contiguous element_size nelement is_floating_point is_complex is_same_size
     get_device len repr format bool int deepcopy reduce_ex iter array untyped_storage
     zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full new_tensor
@@ -43,6 +43,9 @@ EXACT = frozenset(
     """.split()
 )
 """Functions without sums, whose gradients have none for most arguments (`SUMMING`)."""
+
+BACKWARD = frozenset({"backward", "grad"})
+"""Functions that run a backward pass."""
 
 EXPONENTS = (0.5, 1, 2, 3)
 """Exponents for which kernels of `pow` round all elements alike."""

@@ -57,9 +57,12 @@ def _halves(x: Tensor, dim: int) -> Tensor:
         return x.sum(dim)
     while n > 1:
         half = 1 << ((n - 1).bit_length() - 1)
-        low, high = x.narrow(dim, 0, half), x.narrow(dim, half, n - half)
-        both = low.narrow(dim, 0, n - half) + high
-        x = both if n == 2 * half else torch.cat([both, low.narrow(dim, n - half, 2 * half - n)], dim)
+        if n == 2 * half:
+            low, high = x.split(half, dim)
+            x = low + high
+        else:
+            low, alone, high = x.split([n - half, 2 * half - n, n - half], dim)
+            x = torch.cat([low + high, alone], dim)
         n = half
     return x.squeeze(dim)
 
@@ -95,9 +98,9 @@ def _piece(x: Tensor, w: Tensor, start: int, size: int, rest: int) -> Tensor:
 def _adjacent(x: Tensor, dim: int) -> Tensor:
     """Return the sum along `dim` in the order of `tree`: each level adds neighbours."""
     while (n := x.shape[dim]) > 1:
-        low, high = x.narrow(dim, 0, n - n % 2).unflatten(dim, (-1, 2)).unbind(dim + 1)
-        pairs = low + high
-        x = torch.cat([pairs, x.narrow(dim, n - 1, 1)], dim) if n % 2 else pairs
+        paired = x.narrow(dim, 0, n - 1) if n % 2 else x
+        low, high = paired.unflatten(dim, (-1, 2)).unbind(dim + 1)
+        x = torch.cat([low + high, x.narrow(dim, n - 1, 1)], dim) if n % 2 else low + high
     return x.squeeze(dim)
 
 
