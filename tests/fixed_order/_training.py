@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
 
-WORDS, WIDTH, HEADS, STEPS = 16, 8, 4, 3
+WORDS, WIDTH, HEADS, STEPS = 16, 8, 4, 2
 
 
 class Block(nn.Module):
@@ -45,7 +45,7 @@ class Decoder(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block(drop, reentrant) for _ in range(2))
+        self.blocks = nn.ModuleList([Block(drop, reentrant)])
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -74,6 +74,7 @@ class Way:
     microbatches: int = 0
     drop: float = 0.1
     reentrant: bool | None = None
+    clips: bool = True
 
     @property
     def ranks(self) -> int:
@@ -100,13 +101,14 @@ def made(way: Way) -> tuple[Decoder, torch.optim.Optimizer]:
 
 
 def trained(way: Way, steps: range = range(STEPS), start: Callable[..., Any] | None = None) -> dict[str, Tensor]:
-    """Return the whole parameters after steps of AdamW with clipping; `start` gets the model and the optimizer."""
+    """Return the whole parameters after steps of AdamW; `start` gets the model and the optimizer."""
     model, optimizer = made(way)
     if start is not None:
         start(model, optimizer)
     run: Callable[..., Tensor] = model
     if way.static is not None:
-        optimizer.register_step_pre_hook(lambda *_: clip(model))
+        if way.clips:
+            optimizer.register_step_pre_hook(lambda *_: clip(model))
         run = mw.to_static(model, None, None, optimizer, mw.Strategy.of(**way.static))
     elif way.microbatches:
         run = mw.microbatched(model, None, way.mesh(), way.microbatches)
@@ -115,7 +117,7 @@ def trained(way: Way, steps: range = range(STEPS), start: Callable[..., Any] | N
         with mw.same_numbers():
             loss = run(*batch(step))
             if way.static is None:
-                update(model, optimizer, loss if not way.microbatches else None)
+                update(way, model, optimizer, loss if not way.microbatches else None)
     return {name: mw.unshard_dtensor(p.detach()).clone() for name, p in model.named_parameters()}
 
 
@@ -123,11 +125,12 @@ def clip(model: nn.Module) -> None:
     mw.clip_grad_norm_(model.parameters(), 0.1)
 
 
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor | None) -> None:
+def update(way: Way, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor | None) -> None:
     """Run the backward pass of a loss, if it has not run, clip the gradients, and update the parameters."""
     if loss is not None:
         loss.backward()
-    clip(model)
+    if way.clips:
+        clip(model)
     optimizer.step()
     optimizer.zero_grad()
 
