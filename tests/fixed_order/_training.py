@@ -87,7 +87,7 @@ class Way:
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    tokens, labels = torch.randint(0, WORDS, (2, 8, 5), generator=generator)
+    tokens, labels = torch.randint(0, WORDS, (2, 8, 6), generator=generator)
     return tokens, labels
 
 

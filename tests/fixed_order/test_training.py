@@ -128,6 +128,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_two_copies_of_a_model_are_refused() -> None:
+    way = Way({"pp": 2}, static=piped(4, "Chimera"), drop=0.0, clips=False)
+    with pytest.raises(mw.errors.SameNumbersError, match="copies"):
+        mw.simulate(lambda: trained(way), 2)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_that_change_sums_are_refused(name: str) -> None:
     def go() -> None:
