@@ -2,13 +2,13 @@
 
 In reading order:
 
+    kernel_check   check of the property of torch's kernels that the order depends on
     kernels        sums and products of local tensors in an order that depends on global sizes only
     operators      operators with such sums, their sharding rules and local forms
     microbatches   pieces of the batch in a microbatch, and sums over microbatches
     derivatives    functions whose gradients are such sums
     functions      replacements of torch's functions by such functions
     calls          functions that need no replacement, and gradients of operands that broadcast
-    kernel_check   check of the property of torch's kernels that the order depends on
     same_numbers   the context in which the replacements are used
     _errors        the errors of the package
 """

@@ -5,8 +5,8 @@ elements of a piece are added as a tree of halves, which zeros at the end do not
 elementwise, so neither other dims nor the memory order affect a bit.
 
 A product calls torch's kernel for each piece of the contraction. Rows and columns are padded to multiples of 16, and
-the contraction to a multiple of 32. Then each element of the result of torch's CPU kernels depends on its own row and
-column only (`kernel_check`).
+the contraction to a multiple of 32 if the kernels need it. Then each element of the result of torch's CPU kernels
+depends on its own row and column only (`kernel_check`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-ROWS, CONTRACTED = 16, 32
-"""Multiples to which rows and columns, and the contraction, are padded."""
+from .kernel_check import CONTRACTED, ROWS, pads_contraction
+
 MOST_PIECES = 8
 
 
@@ -76,7 +76,7 @@ def product_of_pieces(x: Tensor, w: Tensor, pieces: int) -> Tensor:
     """Return `x @ w`, for `x` (..., m, k) and `w` (..., k, n) of equal leading dims; k has `pieces` pieces here."""
     (m, k), n = x.shape[-2:], w.shape[-1]
     size = k // pieces
-    rest = -size % CONTRACTED
+    rest = -size % CONTRACTED if pads_contraction(x.device.type, x.dtype) else 0
     x, w = padded(x, 0, -m % ROWS), padded(w, -n % ROWS, 0)
     if x.dim() == 2 and m > FEW_ROWS:
         out = tree(lambda p: _piece(x, w, p * size, size, rest), 0, pieces)

@@ -15,7 +15,8 @@ from meshwright.layout import Dim, Layout, TorchValue, axes_of
 from meshwright.spmd import LocalCall, Rule, register_rule
 from meshwright.tensor import DistTensor, redistribute
 
-from .kernels import CONTRACTED, accurate, padded, pieces_of, product_of_pieces, sum_of_pieces, tree
+from .kernel_check import CONTRACTED
+from .kernels import accurate, padded, pieces_of, product_of_pieces, sum_of_pieces, tree
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _LIBRARY.define("fixed_product(Tensor x, Tensor w, bool transposed, int pieces) -> Tensor")
