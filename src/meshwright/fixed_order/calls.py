@@ -93,7 +93,7 @@ def check_exact(name: str, args: TorchValue, kwargs: TorchValue) -> None:
     """Raise SameNumbersError for arguments with which a known function has a sum, or rounds in several ways."""
     if name in ("pow", "rpow") and not _is_exact_power(name, args, kwargs):
         raise refusal(f"{name} with this exponent", "kernels round it in several ways; 0.5, 1, 2 and 3 are exact")
-    if kwargs.get("alpha", 1) != 1 and any(_is_half(x) for x in args):
+    if any(_is_half(x) for x in args) and kwargs.get("alpha", 1) != 1:  # a learning rate may be symbolic
         raise refusal(f"{name} with alpha in half precision", "kernels round it in several ways")
     if name == "cumsum" and any(isinstance(x, DistTensor) or x.requires_grad for x in _tensors(args)):
         raise refusal("cumsum of a distributed tensor, or with a gradient", "it is a sum without a fixed order")
