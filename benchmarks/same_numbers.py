@@ -160,6 +160,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
 
 
+def clip(model: nn.Module) -> None:
+    mw.clip_grad_norm_(model.parameters(), 0.5)
+
+
 class Run:
     """A model in training."""
 
@@ -178,11 +182,8 @@ class Run:
             return mw.microbatched(model, None, self.layout.mesh(), self.way.microbatches)
         if self.way.options is None:
             return lambda ids: model(ids).backward()
-        self.optimizer.register_step_pre_hook(lambda *_: self._clip())
+        self.optimizer.register_step_pre_hook(lambda *_: clip(model))
         return mw.to_static(model, None, None, self.optimizer, mw.Strategy.of(**self.way.options))
-
-    def _clip(self) -> None:
-        mw.clip_grad_norm_(self.model.parameters(), 0.5)
 
     def train(self, steps: range, block: Callable[[], Any] = mw.same_numbers) -> dict[str, Tensor]:
         """Return the parameters after these steps."""
@@ -191,7 +192,7 @@ class Run:
             with block():
                 self.step((IDS[:8] + 7 * step) % VOCABULARY)
                 if self.way.options is None:
-                    self._clip()
+                    clip(self.model)
                     self.optimizer.step()
             self.optimizer.zero_grad()
         return {name: _whole(p) for name, p in self.model.named_parameters()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -37,7 +37,7 @@ def check_kernels() -> None:
         pads_contraction("cpu", dtype)
 
 
-@cache
+@lru_cache(maxsize=64)
 def pads_contraction(device: str, dtype: torch.dtype) -> bool:
     """True if the contraction of a product must be padded for its elements to depend on their row and column only."""
     if device != "cpu" or dtype not in CHECKED:
