@@ -111,7 +111,7 @@ def test_a_step_is_recorded_anew_inside_and_outside() -> None:
 @given(st.permutations(range(8)), st.integers(1, 8))
 def test_terms_of_microbatches_are_one_tree_in_any_order(order: list[int], count: int) -> None:
     terms = torch.randn(count, 5)
-    found = MicrobatchTree[Tensor](count)
+    found = MicrobatchTree(count)
     for m in order:
         if m < count:
             found.add(m, terms[m])

@@ -10,7 +10,6 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from torch import Tensor, nn
 
@@ -19,8 +18,6 @@ from meshwright.tensor import DistTensor, parts_recorded, tensors_in
 
 from ._errors import SameNumbersError, refusal
 from .kernels import MOST_PIECES, pieces_of
-
-T = TypeVar("T", bound=Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,41 +76,41 @@ def _has_sharded_rows(x: Tensor) -> bool:
     return isinstance(x, DistTensor) and x.dim() > 0 and bool(axes_of(x.spec.layout.dims[0]))
 
 
-class MicrobatchTree(Generic[T]):
+class MicrobatchTree:
     """The sum of a term of each of `count` microbatches, as one tree; terms may come in any order."""
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._sums: dict[tuple[int, int], T] = {}
+        self._sums: dict[tuple[int, int], Tensor] = {}
         """Sums of complete subtrees, by the first microbatch and the number of microbatches."""
 
-    def add(self, microbatch: int, term: T) -> None:
+    def add(self, microbatch: int, term: Tensor) -> None:
         """Add the term of a microbatch."""
         first, width = microbatch, 1
         while (sibling := self._sums.pop((first ^ width, width), None)) is not None:
-            term = sibling + term  # pyright: ignore[reportAssignmentType] - of one type
+            term = sibling + term
             first, width = first & ~width, 2 * width
         self._sums[first, width] = term
 
-    def total(self) -> T | None:
+    def total(self) -> Tensor | None:
         """Return the sum; microbatches without a term count as zero. None if there is no term."""
         return self._sum_of(0, 1 << (self._count - 1).bit_length())
 
-    def _sum_of(self, first: int, width: int) -> T | None:
+    def _sum_of(self, first: int, width: int) -> Tensor | None:
         if (first, width) in self._sums or width == 1:
             return self._sums.get((first, width))
         half = width // 2
         low, high = self._sum_of(first, half), self._sum_of(first + half, half)
         if low is None or high is None:
             return high if low is None else low
-        return low + high  # pyright: ignore[reportReturnType] - of one type
+        return low + high
 
 
 class GradientTrees:
     """Trees of the gradients of parameters; each backward pass leaves the gradient of one microbatch in `.grad`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], count: int) -> None:
-        self._trees = [(p, p.grad, MicrobatchTree[Tensor](count)) for p in parameters]
+        self._trees = [(p, p.grad, MicrobatchTree(count)) for p in parameters]
         for p, _, _ in self._trees:
             p.grad = None
 

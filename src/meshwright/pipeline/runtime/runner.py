@@ -90,6 +90,10 @@ class _Totals:
         self.known: Known = {}
         self._own: set[Value] = set()
 
+    def sums(self) -> Known:
+        """Return the sums of all terms."""
+        return self.known
+
     def add(self, v: Value, term: Tensor, source: Value, microbatch: int) -> None:
         """Add a term of the sum `v`: the value `source` of a microbatch."""
         if v not in self.known:
@@ -105,16 +109,16 @@ class _TreeTotals(_Totals):
     """Sums over microbatches as trees, which do not depend on the order of the schedule."""
 
     def __init__(self, count: int) -> None:
+        super().__init__()
         self._count = count
-        self._trees: dict[Value, dict[Value, MicrobatchTree[Tensor]]] = {}
+        self._trees: dict[Value, dict[Value, MicrobatchTree]] = {}
 
     def add(self, v: Value, term: Tensor, source: Value, microbatch: int) -> None:
         trees = self._trees.setdefault(v, {})
         trees.setdefault(source, MicrobatchTree(self._count)).add(microbatch, term)
 
-    @property
-    def known(self) -> Known:  # pyright: ignore[reportIncompatibleVariableOverride] - computed when it is read
-        """The sums; those of several sources are added up in the order of the step."""
+    def sums(self) -> Known:
+        """Return the sums; those of several sources are added up in the order of the step."""
         totals = {v: [tree.total() for tree in trees.values()] for v, trees in self._trees.items()}
         return {v: reduce(add, found) for v, found in totals.items()}
 
@@ -209,7 +213,7 @@ class PipelineRun:
         base, at = step.base, len(step.outputs)
         step.versions.keep(n, base, self._epilogue.over(at, base), *step.held)
         with here.seen.doing("pipeline", "after all microbatches"):
-            outputs, step.written = self._epilogue(at, base, step.totals.known, look_at)
+            outputs, step.written = self._epilogue(at, base, step.totals.sums(), look_at)
         step.outputs.append(outputs)
         step.totals = self._new_totals()
         if n + 1 < len(self._row):
