@@ -29,16 +29,19 @@ class GenerationLayout:
     def ranks(self) -> int:
         return prod(self.axes.values())
 
+    def mesh(self) -> mw.ProcessMesh:
+        """Return the mesh with these axes."""
+        ids = torch.arange(self.ranks).reshape(tuple(self.axes.values()))
+        return mw.ProcessMesh(ids.tolist(), list(self.axes))
+
     def put_on(self, model: nn.Module) -> nn.Module:
         """Make the model parallel, and return it."""
         return self.with_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.0) if self.zero else None)[0]
 
     def with_optimizer(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
         """Make the model and its optimizer parallel, and return them."""
-        ids = torch.arange(self.ranks).reshape(tuple(self.axes.values()))
-        mesh = mw.ProcessMesh(ids.tolist(), list(self.axes))
         plan = _styles(model) if self.weights else {}
-        return mw.parallelize(model, optimizer, mesh, mw.Parallelism(plan, zero=self.zero))
+        return mw.parallelize(model, optimizer, self.mesh(), mw.Parallelism(plan, zero=self.zero))
 
 
 def _styles(model: nn.Module) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 Four families from transformers with random weights. The reference is a plain model on one device, which reads all
 tokens in one pass. Compared with it are whole passes and decode steps with a cache, on simulated ranks and in batches
-of 1 to 16. Trained parameters are compared after steps of AdamW with clipping and dropout. The value is the number of
-token positions and of parameters with a different bit, and the goal is 0. "control" counts parameters outside the
-block. Costs are ratios of seconds on one device.
+of 1 to 16. Trained parameters are compared after steps of AdamW with clipping and dropout: in eager and static mode, in
+stages, with checkpointed layers, and with a change of mesh in the middle. Steps in several microbatches are without
+dropout, whose masks are drawn for each microbatch. The value is the number of token positions and of parameters with a
+different bit, and the goal is 0. "control" counts parameters outside the block. Costs are ratios of seconds on one
+device.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from __future__ import annotations
 import json
 import statistics
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -46,18 +50,57 @@ PASSES = {
     "ZeRO-3": GenerationLayout({"dp": 2}, zero=3),
 }
 DECODES = {f"tp {n}": GenerationLayout({"tp": n}, weights=True) for n in (2, 4, 8)}
-TRAININGS = {
+ONE_DEVICE = GenerationLayout({})
+LAYOUTS = {
     "dp 2": PASSES["dp 2"],
     "dp 4": GenerationLayout({"dp": 4}),
     "tp 2": DECODES["tp 2"],
     "tp 4": DECODES["tp 4"],
     "dp 2 × tp 2": PASSES["dp 2 × tp 2"],
-    "ZeRO-3": PASSES["ZeRO-3"],
+    "pp 2": GenerationLayout({"pp": 2}),
 }
+ZERO_OPTIONS = {"sharding": {"enable": True, "stage": 3, "axes": ["dp"], "least": 16}}
 IDS = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator(device="cpu").manual_seed(1))
 NOT_COVERED = (
-    "pipelines, to_static, Inductor, a change of mesh in the middle, left padding, checkpointed calls, processes"
+    "Inductor, left padding, processes, accelerators, microbatches of sharded rows, tied weights in microbatches"
 )
+
+
+@dataclass(frozen=True)
+class Training:
+    """A way to train: a layout, options of `to_static` or None, microbatches, and a layout for the second half."""
+
+    layout: GenerationLayout = ONE_DEVICE
+    options: Mapping[str, Any] | None = None
+    microbatches: int = 0
+    then: GenerationLayout | None = None
+    checkpointed: bool = False
+    drop: float = 0.1
+
+    @property
+    def ranks(self) -> int:
+        return max(self.layout.ranks, 1 if self.then is None else self.then.ranks)
+
+
+def _piped(microbatches: int, schedule: str) -> dict[str, Any]:
+    return {"pipeline": {"enable": True, "accumulate_steps": microbatches, "schedule_mode": schedule}}
+
+
+TRAININGS: dict[str, Training] = {
+    **{name: Training(layout) for name, layout in LAYOUTS.items()},
+    "ZeRO-3": Training(PASSES["ZeRO-3"]),
+    "one device, static": Training(options={}),
+    **{f"{name}, static": Training(layout, {}) for name, layout in LAYOUTS.items() if "pp" not in name},
+    "ZeRO-3, static": Training(LAYOUTS["dp 2"], ZERO_OPTIONS),
+    "pp 2, static": Training(LAYOUTS["pp 2"], _piped(1, "1F1B")),
+    "pp 2, 4 microbatches": Training(LAYOUTS["pp 2"], microbatches=4, drop=0.0),
+    "pp 2, static, 8 microbatches": Training(LAYOUTS["pp 2"], _piped(8, "ZB-H1"), drop=0.0),
+    "dp 2 × tp 2, then ZeRO-3": Training(LAYOUTS["dp 2 × tp 2"], then=PASSES["ZeRO-3"]),
+    "tp 4, then dp 2, static": Training(LAYOUTS["tp 4"], {}, then=LAYOUTS["dp 2"]),
+    "dp 2 × tp 2, checkpointed": Training(LAYOUTS["dp 2 × tp 2"], checkpointed=True),
+}
+FEW = ("dp 2 × tp 2", "tp 2, static", "pp 2, 4 microbatches", "dp 2 × tp 2, then ZeRO-3", "dp 2 × tp 2, checkpointed")
+"""The trainings of the quick version."""
 
 
 def make(family: str, dtype: torch.dtype, drop: float = 0.0, sizes: dict[str, Any] = SIZES) -> nn.Module:
@@ -102,31 +145,78 @@ def _whole(x: Tensor) -> Tensor:
     return (mw.unshard_dtensor(x) if isinstance(x, mw.DistTensor) else x).detach().clone()
 
 
-def trained(
-    model: Any, optimizer: torch.optim.Optimizer, steps: int, block: Callable[[], Any] = mw.same_numbers
-) -> dict[str, Tensor]:
-    """Return the parameters after steps of training."""
-    torch.manual_seed(5)
-    model.train()
-    for step in range(steps):
-        ids = (IDS[:8] + 7 * step) % VOCABULARY
-        with block():
-            model(input_ids=ids, labels=ids).loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-        optimizer.zero_grad()
-    return {name: _whole(p) for name, p in model.named_parameters()}
+class WithLoss(nn.Module):
+    """A language model that returns its loss."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
 
 
-def trained_on(layout: GenerationLayout, family: str, steps: int, block: Callable[[], Any]) -> dict[str, Tensor]:
-    """Return the parameters after training on this layout; every rank calls it."""
-    model = make(family, torch.float32, 0.1)
-    model, optimizer = layout.with_optimizer(model, adamw(model))
-    return trained(model, optimizer, steps, block)
+def clip(model: nn.Module) -> None:
+    mw.clip_grad_norm_(model.parameters(), 0.5)
+
+
+class Run:
+    """A model in training."""
+
+    def __init__(self, way: Training, family: str, layout: GenerationLayout, sizes: dict[str, Any] = SIZES) -> None:
+        self.way, self.layout = way, layout
+        self.model: Any = make(family, torch.float32, way.drop, sizes).train()
+        if way.checkpointed:
+            self.model.gradient_checkpointing_enable()
+        self.optimizer = adamw(self.model)
+        if layout.axes:
+            layout.with_optimizer(self.model, self.optimizer)
+        self.step = self._step_of(WithLoss(self.model))
+
+    def _step_of(self, model: nn.Module) -> Callable[[Tensor], Any]:
+        if self.way.microbatches:
+            return mw.microbatched(model, None, self.layout.mesh(), self.way.microbatches)
+        if self.way.options is None:
+            return lambda ids: model(ids).backward()
+        self.optimizer.register_step_pre_hook(lambda *_: clip(model))
+        return mw.to_static(model, None, None, self.optimizer, mw.Strategy.of(**self.way.options))
+
+    def train(self, steps: range, block: Callable[[], Any] = mw.same_numbers) -> dict[str, Tensor]:
+        """Return the parameters after these steps."""
+        for step in steps:
+            torch.manual_seed(step)
+            with block():
+                self.step((IDS[:8] + 7 * step) % VOCABULARY)
+                if self.way.options is None:
+                    clip(self.model)
+                    self.optimizer.step()
+            self.optimizer.zero_grad()
+        return {name: _whole(p) for name, p in self.model.named_parameters()}
+
+
+def trained_on(way: Training, family: str, steps: int, block: Callable[[], Any]) -> list[dict[str, Tensor]]:
+    """Return the parameters of each rank after training."""
+    if way.then is None:
+        return mw.simulate(lambda: Run(way, family, way.layout).train(range(steps), block), way.ranks)
+    with TemporaryDirectory() as folder:
+        half, path, then = steps // 2, Path(folder) / "half", way.then
+
+        def begin() -> None:
+            run = Run(way, family, way.layout)
+            run.train(range(half), block)
+            mw.save_checkpoint(path, half, run.model, run.optimizer)
+
+        def go_on() -> dict[str, Tensor]:
+            run = Run(way, family, then)
+            mw.load_checkpoint(path, run.model, run.optimizer)
+            return run.train(range(half, steps), block)
+
+        mw.simulate(begin, way.layout.ranks)
+        return mw.simulate(go_on, then.ranks)
 
 
 @dataclass
@@ -169,27 +259,34 @@ def compare_logits(
                 count.add(f"{name}, {way}", positions(found, wanted))
 
 
-def compare_training(count: Count, family: str, layouts: dict[str, Any], steps: int, block: Callable[[], Any]) -> None:
-    """Compare parameters after training on `layouts` with those of one device."""
-    model = make(family, torch.float32, 0.1)
-    wanted = trained(model, adamw(model), steps, block)
-    for name, layout in layouts.items():
-        for found in mw.simulate(lambda: trained_on(layout, family, steps, block), layout.ranks):  # noqa: B023
-            count.add(name, _parameters(found, wanted))
+def compare_training(
+    count: Count, family: str, ways: Mapping[str, Training], steps: int, block: Callable[[], Any]
+) -> None:
+    """Compare parameters after training in these ways with those of one device in eager mode."""
+    drops = {way.drop for way in ways.values()}
+    wanted = {drop: trained_on(Training(drop=drop), family, steps, block)[0] for drop in drops}
+    for name, way in ways.items():
+        for found in trained_on(way, family, steps, block):
+            count.add(name, _parameters(found, wanted[way.drop]))
 
 
 def costs(turns: int) -> dict[str, float]:
     """Return seconds inside the block divided by those outside, on one device, for decoding and a training step."""
     model = make("Llama", torch.float32, sizes=LARGE)
-    optimizer = adamw(model)
+    run = Run(Training(drop=0.0), "Llama", ONE_DEVICE, LARGE)
     calls: dict[str, Callable[[], Any]] = {
         "decode": lambda: decoded(model, block=nullcontext),
         "decode, same": lambda: decoded(model),
-        "training": lambda: trained(model, optimizer, 1, nullcontext),
-        "training, same": lambda: trained(model, optimizer, 1),
+        "training": lambda: run.train(range(1), nullcontext),
+        "training, same": lambda: run.train(range(1)),
     }
     seconds = {name: statistics.median(times) for name, times in in_turns(calls, turns, 1).items()}
     return {name: round(seconds[f"{name}, same"] / seconds[name], 2) for name in ("decode", "training")}
+
+
+def _covered(ways: Mapping[str, Training], family: str) -> dict[str, Training]:
+    """Return the ways without several microbatches for a family that ties weights."""
+    return {name: way for name, way in ways.items() if way.drop or family != "Qwen3"}
 
 
 def _cells(quick: bool) -> Iterator[tuple[str, torch.dtype]]:
@@ -201,13 +298,14 @@ def run(quick: bool = False) -> dict[str, Any]:
     logits, parameters, control = Count(), Count(), Count()
     steps = 2 if quick else STEPS
     few = {"dp 2 × tp 2": PASSES["dp 2 × tp 2"]}
+    ways = {name: TRAININGS[name] for name in FEW} if quick else TRAININGS
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for family, dtype in _cells(quick):
             compare_logits(logits, family, dtype, few if quick else PASSES, {} if quick else DECODES)
         for family in FAMILIES[: 1 if quick else 2]:
-            compare_training(parameters, family, few if quick else TRAININGS, steps, mw.same_numbers)
-        compare_training(control, "Llama", few, 2, nullcontext)
+            compare_training(parameters, family, _covered(ways, family), steps, mw.same_numbers)
+        compare_training(control, "Llama", {"dp 2 × tp 2": TRAININGS["dp 2 × tp 2"]}, 2, nullcontext)
         ratios = costs(3 if quick else 7)
     wrong = logits.total + parameters.total
     return {

@@ -37,7 +37,7 @@ EXACT = frozenset(
     select narrow split chunk unbind cat concat concatenate stack hstack vstack roll flip tril triu diagonal movedim
     swapaxes swapdims view_as reshape_as pad cumsum gather index_select take_along_dim repeat_interleave repeat tile
     tensor_split split_with_sizes getitem setitem index_copy_ requires_grad_ retain_grad register_hook
-    register_post_accumulate_grad_hook backward grad item tolist numpy cpu numel dim size stride storage_offset data_ptr
+    register_post_accumulate_grad_hook item tolist numpy cpu numel dim size stride storage_offset data_ptr
     is_contiguous element_size nelement is_floating_point is_complex is_same_size get_device len repr format bool int
     deepcopy reduce_ex iter array untyped_storage zeros_like ones_like empty_like full_like rand_like randn_like
     new_zeros new_ones new_empty new_full new_tensor dropout normal_ uniform_ bernoulli_ bernoulli multinomial
@@ -45,6 +45,9 @@ EXACT = frozenset(
     """.split()
 )
 """Functions without sums, whose gradients have none for most arguments (`GRADIENTS`)."""
+
+BACKWARD = frozenset({"backward", "grad"})
+"""Functions that run a backward pass."""
 
 
 def name_of(func: Any) -> str:
@@ -87,7 +90,7 @@ def _shape_with_sums(tensors: Sequence[Tensor]) -> torch.Size | None:
 
 def check_exact(name: str, args: TorchValue, kwargs: TorchValue) -> None:
     """Raise SameNumbersError for arguments with which a known function has a sum, or rounds in several ways."""
-    if kwargs.get("alpha", 1) != 1 and not all(map(_is_full_precision, leaves_in((args, kwargs.get("other", ()))))):
+    if not all(map(_is_full_precision, leaves_in((args, kwargs.get("other", ()))))) and kwargs.get("alpha", 1) != 1:
         raise refusal(f"{name} with alpha, of a number or in half precision", "kernels round it in several ways")
     if name == "cumsum" and any(isinstance(x, DistTensor) or x.requires_grad for x in _floats(args)):
         raise refusal("cumsum of a distributed tensor, or with a gradient", "it is a sum without a fixed order")

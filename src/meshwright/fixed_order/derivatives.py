@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.layout import Layout, TorchValue
-from meshwright.tensor import DistTensor, redistribute
+from meshwright.tensor import DistTensor, in_capture, redistribute
 
 from . import operators
+from .microbatches import pieces_along_batch
 
 
 class _Unsaved(SimpleNamespace):
@@ -29,8 +31,12 @@ class _OnWholeTensors(torch.autograd.Function):
 
     @classmethod
     def of(cls, *args: TorchValue) -> Tensor:
-        """Return the result; without a node of autograd if no gradient is wanted."""
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        """Return the result; without a node of autograd if no gradient is wanted.
+
+        A capture gets the call as one node in any case: the pieces follow from the layouts of a later recording.
+        """
+        is_graded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+        if is_graded or in_capture():
             return cls.apply(*args)
         return cls.forward(_Unsaved(), *args)
 
@@ -41,7 +47,7 @@ class Product(_OnWholeTensors):
     @staticmethod
     def forward(ctx: TorchValue, x: Tensor, w: Tensor, transposed: bool) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.transposed = transposed
+        ctx.transposed, ctx.reads_batch = transposed, not isinstance(x, nn.Parameter)
         return operators.product(x, w, transposed)
 
     @staticmethod
@@ -50,10 +56,11 @@ class Product(_OnWholeTensors):
         of_x = operators.product(grad, w, not ctx.transposed) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return of_x, None, None
+        pieces = pieces_along_batch(x, prod(x.shape[:-1])) if ctx.reads_batch else None
         left, right = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
         if ctx.transposed:
             left, right = right, left
-        return of_x, operators.product(left.t(), right), None
+        return of_x, operators.product(left.t(), right, pieces=pieces), None
 
 
 class BatchedProduct(_OnWholeTensors):
@@ -114,15 +121,18 @@ class Embedding(_OnWholeTensors):
         (ids,), (grad,) = ctx.saved_tensors, grads
         if ctx.padding is not None:
             grad = grad * (ids != ctx.padding).unsqueeze(-1)
-        return operators.scatter(grad.reshape(-1, grad.shape[-1]), ids.reshape(-1), ctx.size), None, None
+        pieces = pieces_along_batch(ids, ids.numel()) if ids.dim() else None
+        rows = grad.reshape(-1, grad.shape[-1])
+        return operators.scatter(rows, ids.reshape(-1), ctx.size, pieces), None, None
 
 
 def summed_to(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Return `x` summed over the dims along which a tensor of this shape was broadcast to it."""
     ahead = x.dim() - len(shape)
     for at in reversed(range(x.dim())):
+        pieces = None if at else pieces_along_batch(x, x.shape[0])
         if at < ahead:
-            x = operators.total(x, at)
+            x = operators.total(x, at, pieces)
         elif shape[at - ahead] == 1 != x.shape[at]:
-            x = operators.total(x, at).unsqueeze(at)
+            x = operators.total(x, at, pieces).unsqueeze(at)
     return x

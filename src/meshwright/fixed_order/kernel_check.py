@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
 from ._errors import SameNumbersError
-from .kernels import CONTRACTED, ROWS
 
+ROWS, CONTRACTED = 16, 32
+"""Multiples to which rows and columns, and the contraction, are padded."""
 SIZES = ((ROWS, CONTRACTED, ROWS), (3 * ROWS, 4 * CONTRACTED, 6 * ROWS), (8 * ROWS, 16 * CONTRACTED, 24 * ROWS))
 """Rows, contraction and columns of the products that are compared."""
+UNPADDED = ((ROWS, 5, ROWS), (3 * ROWS, 43, 6 * ROWS), (8 * ROWS, 172, 24 * ROWS))
+"""The same for products whose contraction is not padded."""
+CHECKED = (torch.float32, torch.bfloat16)
 
 
 @cache
@@ -20,18 +24,32 @@ def check_kernels() -> None:
     Raises:
         SameNumbersError: an element of a product depends on other rows or columns.
     """
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16):
-        for m, k, n in SIZES:
-            x = torch.randn(m, k, generator=generator, device="cpu").to(dtype)
-            w = torch.randn(k, n, generator=generator, device="cpu").to(dtype)
-            if not _is_separable(x, w):
+    for dtype in CHECKED:
+        for sizes in SIZES:
+            if not _is_separable(*_operands(sizes, dtype)):
+                m, k, n = sizes
                 raise SameNumbersError(
                     f"same_numbers() on {dtype}",
                     f"torch {torch.__version__}, whose product of ({m}, {k}) and ({k}, {n}) differs from its parts",
                     "the contract needs products whose elements depend on their own row and column only",
                     "use another build of torch, such as one with MKL and oneDNN",
                 )
+        pads_contraction("cpu", dtype)
+
+
+@lru_cache(maxsize=64)
+def pads_contraction(device: str, dtype: torch.dtype) -> bool:
+    """True if the contraction of a product must be padded for its elements to depend on their row and column only."""
+    if device != "cpu" or dtype not in CHECKED:
+        return True
+    return not all(_is_separable(*_operands(sizes, dtype)) for sizes in UNPADDED)
+
+
+def _operands(sizes: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    m, k, n = sizes
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    x = torch.randn(m, k, generator=generator, device="cpu")
+    return x.to(dtype), torch.randn(k, n, generator=generator, device="cpu").to(dtype)
 
 
 def _is_separable(x: torch.Tensor, w: torch.Tensor) -> bool:
@@ -39,4 +57,5 @@ def _is_separable(x: torch.Tensor, w: torch.Tensor) -> bool:
     by_rows = torch.cat([part @ w for part in x.split(ROWS)])
     by_columns = torch.cat([x @ part for part in w.split(ROWS, 1)], 1)
     copied = x @ w.t().contiguous().t()
-    return all(torch.equal(whole, other) for other in (by_rows, by_columns, copied))
+    batched = (torch.stack([x, x]) @ torch.stack([w, w]))[1]
+    return all(torch.equal(whole, other) for other in (by_rows, by_columns, copied, batched))

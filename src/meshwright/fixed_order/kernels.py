@@ -5,8 +5,8 @@ elements of a piece are added as a tree of halves, which zeros at the end do not
 elementwise, so neither other dims nor the memory order affect a bit.
 
 A product calls torch's kernel for each piece of the contraction. Rows and columns are padded to multiples of 16, and
-the contraction to a multiple of 32. Then each element of the result of torch's CPU kernels depends on its own row and
-column only (`kernel_check`).
+the contraction to a multiple of 32 if the kernels need it. Then each element of the result of torch's CPU kernels
+depends on its own row and column only (`kernel_check`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-ROWS, CONTRACTED = 16, 32
-"""Multiples to which rows and columns, and the contraction, are padded."""
+from .kernel_check import CONTRACTED, ROWS, pads_contraction
+
 MOST_PIECES = 8
 
 
@@ -57,9 +57,12 @@ def _halves(x: Tensor, dim: int) -> Tensor:
         return x.sum(dim)
     while n > 1:
         half = 1 << ((n - 1).bit_length() - 1)
-        low, high = x.narrow(dim, 0, half), x.narrow(dim, half, n - half)
-        both = low.narrow(dim, 0, n - half) + high
-        x = both if n == 2 * half else torch.cat([both, low.narrow(dim, n - half, 2 * half - n)], dim)
+        if n == 2 * half:
+            low, high = x.split(half, dim)
+            x = low + high
+        else:
+            low, alone, high = x.split([n - half, 2 * half - n, n - half], dim)
+            x = torch.cat([low + high, alone], dim)
         n = half
     return x.squeeze(dim)
 
@@ -75,7 +78,7 @@ def product_of_pieces(x: Tensor, w: Tensor, pieces: int) -> Tensor:
         x, w = x.float(), w.float()  # kernels of float16 compute an element from other columns too
     (m, k), n = x.shape[-2:], w.shape[-1]
     size = k // pieces
-    rest = -size % CONTRACTED
+    rest = -size % CONTRACTED if pads_contraction(x.device.type, x.dtype) else 0
     x, w = padded(x, 0, -m % ROWS), padded(w, -n % ROWS, 0)
     if x.dim() == 2 and m > FEW_ROWS:
         out = tree(lambda p: _piece(x, w, p * size, size, rest), 0, pieces)
@@ -97,9 +100,9 @@ def _piece(x: Tensor, w: Tensor, start: int, size: int, rest: int) -> Tensor:
 def _adjacent(x: Tensor, dim: int) -> Tensor:
     """Return the sum along `dim` in the order of `tree`: each level adds neighbours."""
     while (n := x.shape[dim]) > 1:
-        low, high = x.narrow(dim, 0, n - n % 2).unflatten(dim, (-1, 2)).unbind(dim + 1)
-        pairs = low + high
-        x = torch.cat([pairs, x.narrow(dim, n - 1, 1)], dim) if n % 2 else pairs
+        paired = x.narrow(dim, 0, n - 1) if n % 2 else x
+        low, high = paired.unflatten(dim, (-1, 2)).unbind(dim + 1)
+        x = torch.cat([low + high, x.narrow(dim, n - 1, 1)], dim) if n % 2 else low + high
     return x.squeeze(dim)
 
 

@@ -15,7 +15,8 @@ from meshwright.layout import Dim, Layout, TorchValue, axes_of
 from meshwright.spmd import LocalCall, Rule, register_rule
 from meshwright.tensor import DistTensor, redistribute
 
-from .kernels import CONTRACTED, accurate, padded, pieces_of, product_of_pieces, sum_of_pieces, tree
+from .kernel_check import CONTRACTED
+from .kernels import accurate, padded, pieces_of, product_of_pieces, sum_of_pieces, tree
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _LIBRARY.define("fixed_product(Tensor x, Tensor w, bool transposed, int pieces) -> Tensor")
@@ -25,9 +26,9 @@ _LIBRARY.define("fixed_scatter(Tensor x, Tensor rows, int size, int pieces) -> T
 _OPERATORS: TorchValue = torch.ops.meshwright
 
 
-def product(x: Tensor, w: Tensor, transposed: bool = False) -> Tensor:
+def product(x: Tensor, w: Tensor, transposed: bool = False, pieces: int | None = None) -> Tensor:
     """Return `x @ w` for a matrix `w`, or `x @ w.T` if it is transposed, without a gradient."""
-    pieces = pieces_of(x.shape[-1])
+    pieces = pieces_of(x.shape[-1]) if pieces is None else pieces
     x, w = _aligned(pieces, (x, x.dim() - 1), (w, int(transposed)))
     return _OPERATORS.fixed_product(x, w, transposed, pieces)
 
@@ -44,9 +45,9 @@ def total(x: Tensor, dim: int, pieces: int | None = None) -> Tensor:
     return _OPERATORS.fixed_sum(x, dim, pieces)
 
 
-def scatter(x: Tensor, rows: Tensor, size: int) -> Tensor:
+def scatter(x: Tensor, rows: Tensor, size: int, pieces: int | None = None) -> Tensor:
     """Return a matrix of `size` rows; row r is the sum of those rows of `x` whose number in `rows` is r."""
-    pieces = pieces_of(x.shape[0])
+    pieces = pieces_of(x.shape[0]) if pieces is None else pieces
     x, rows = _aligned(pieces, (x, 0), (rows, 0))
     return _OPERATORS.fixed_scatter(x, rows, size, pieces)
 
@@ -118,6 +119,12 @@ def _sum(x: Tensor, dim: int, pieces: int) -> Tensor:
     return sum_of_pieces(accurate(x), dim, pieces)
 
 
+def _whole_sum(x: Tensor, dim: int, pieces: int) -> Tensor:
+    """Return the sum in memory of its own; a sum of one element would be a view, which programs may overwrite."""
+    out = _sum(x, dim, pieces).to(x.dtype)
+    return out.clone() if x.shape[dim] == 1 else out
+
+
 def _sum_form(call: LocalCall, x: Tensor, dim: int, pieces: int) -> Tensor:
     local = _sum(x, dim, pieces // call.ranks(0, dim))
     return _of_all_ranks(call, local, 0, dim).to(x.dtype)
@@ -154,7 +161,7 @@ def _register() -> None:
     whole = {
         "fixed_product": lambda x, w, transposed, pieces: _product(x, w, transposed, pieces).to(x.dtype),
         "fixed_batched_product": _batched_product,
-        "fixed_sum": lambda x, dim, pieces: _sum(x, dim, pieces).to(x.dtype),
+        "fixed_sum": _whole_sum,
         "fixed_scatter": lambda x, rows, size, pieces: _scatter(x, rows, size, pieces).to(x.dtype),
     }
     for name, local in whole.items():

@@ -25,6 +25,7 @@ from ._errors import (
     SimulatedRankError,
     TraceError,
 )
+from .autograd.backward_handlers import around_backward
 from .autograd.user_functions import functions_passed_to
 from .conversion.distribute import (
     STAGE_SPLIT,
@@ -52,6 +53,7 @@ from .core.capture_marks import (
     Opaque,
     captured_whole,
     capturing,
+    in_capture,
     note_spec,
     noted_spec,
     parts_recorded,
@@ -83,7 +85,16 @@ from .handlers.random_draws import RandomSource, current_random_source, random_s
 from .planning.attention_algorithm import Context, attention_algorithm, using_attention
 from .planning.decision_record import CallRecord, decisions, recording
 from .planning.layout_decision import Decision, decide
-from .torch_hooks import backward_running, grouped_product, interception_on, operators_recorded, transforming
+from .torch_hooks import (
+    Operator,
+    OperatorPacket,
+    active_function_modes,
+    backward_running,
+    grouped_product,
+    interception_on,
+    operators_recorded,
+    transforming,
+)
 from .torch_hooks import no_interception as local_parts
 from .views.memory_overlap import shared_memory
 from .views.shared_data import sharing_views
@@ -104,6 +115,8 @@ __all__ = [
     "MixedMeshError",
     "Opaque",
     "OperationError",
+    "Operator",
+    "OperatorPacket",
     "PickleError",
     "PlainInBackwardError",
     "RanWholeWarning",
@@ -115,6 +128,8 @@ __all__ = [
     "StageOrder",
     "TraceError",
     "absent",
+    "active_function_modes",
+    "around_backward",
     "as_dist_tensor",
     "as_part",
     "attention_algorithm",
@@ -141,6 +156,7 @@ __all__ = [
     "grouped_product",
     "has_fast_products",
     "in_backward",
+    "in_capture",
     "initial_checksum_of",
     "input_numbers",
     "interception_on",

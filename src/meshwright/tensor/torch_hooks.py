@@ -25,6 +25,7 @@ from torch.autograd.grad_mode import _force_original_view_tracking, _unsafe_pres
 from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental import proxy_tensor
 from torch.jit._builtins import _find_builtin, _register_builtin  # lets torch.jit.script know replaced functions
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
@@ -110,6 +111,9 @@ modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack")  # noqa: B009 - not in torch's stubs
 """Returns the number of function modes that see the calls of this thread."""
+
+active_function_modes: Callable[[], list[TorchValue]] = _get_current_function_mode_stack
+"""Returns the function modes that see the calls of this thread, outermost first."""
 
 jit_tracing: Callable[[], bool] = torch._C._is_tracing
 """Returns True inside `torch.jit.trace`, in this thread."""

@@ -12,6 +12,7 @@ variants             find the program for a batch, and choose the sizes that the
 program_inputs       fetch the inputs of a program at each call, and lay out parameters for them
 loss_scale           the loss scale that programs read and update
 memory_overlap       find inputs that share memory, which a program must not write in place
+fixed_sums           refuse options that change the order of sums
 refuse_call          refuse calls in which a program's step would differ from Python's
 shared_recordings    record a program once for all simulated ranks of a process
 recording_progress   show the phases of a recording on a terminal, with their seconds

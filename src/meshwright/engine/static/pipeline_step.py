@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.comm import current_communicator
+from meshwright.fixed_order import SameNumbersError, in_same_numbers
 from meshwright.graph import Capture, Program, Value, apply_passes, record_gradients, verify
 from meshwright.pipeline import (
     EPILOGUE,
@@ -134,6 +135,7 @@ def pipeline_step(
     Raises:
         StageError, ScheduleError: the schedule does not fit the model's chunks.
         StrategyError: the schedule is for another number of microbatches.
+        SameNumbersError: the schedule has two copies of the model inside `same_numbers`.
     """
     staged = [split_stages(c.program) for c in captured]
     trained = {slot.name for slot in captured[0].slots if slot.is_parameter and slot.tensor.requires_grad}
@@ -142,6 +144,13 @@ def pipeline_step(
     for program, _ in staged:
         check_renewed(program, schedule)
     kinds = _microbatch_kinds(batch, schedule)
+    if in_same_numbers() and len({*kinds}) > 1:
+        raise SameNumbersError(
+            f"schedule {schedule.name!r} inside same_numbers()",
+            f"{len({*kinds})} copies of the model",
+            "the microbatches of each copy are summed first, which is another order",
+            "use a schedule with one copy, such as 1F1B or ZB-H1",
+        )
     copies = _split_copies(captured, staged, sorted({*kinds}), schedule, strategy)
     copies, again = _with_updates(copies, schedule, update)
     return PipelineStep(copies, _intake_of(batch, copies, kinds, schedule, strategy), chosen, again)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.comm import current_communicator, is_compared
+from meshwright.fixed_order import in_same_numbers, one_of_microbatches
 from meshwright.graph import (
     BatchPredicate,
     Capture,
@@ -332,7 +334,8 @@ class Builder:
             return self._loaded(saved.of_call(self._constants([captured, *others])), digest), saved.holds, captured
         captured, *others = map(self._rewritten, (captured, *others))
         self.recordings += 1
-        with self.phases.phase("record"):
+        parts = list(batch) if isinstance(batch, SeparateBatches) else firsts * microbatches.pieces
+        with self.phases.phase("record"), one_of_microbatches(parts) if in_same_numbers() else nullcontext():
             found = pipeline_step([captured, *others], batch, strategy, lambda step: self._with_updates(captured, step))
         fits = captured.fits()
         self._apply_layouts(captured, layouts)

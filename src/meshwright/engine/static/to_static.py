@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshwright.comm import current_communicator, is_compared
+from meshwright.fixed_order import in_same_numbers, only_recordings
 from meshwright.graph import CaptureError, Layouts, Program, SideEffectError, StateKey, Value, note_step
 from meshwright.layout import TorchValue
 from meshwright.search import MeshPlan
@@ -30,6 +31,7 @@ from meshwright.tensor import (
 from .._errors import StaticError
 from ..checks import StaticChecks
 from ..recording.digest import common_part
+from ..recording.fixed_sums import check_fixed_sums
 from ..recording.loss_scale import LossScale
 from ..recording.recorded_model import Mode, RecordedModel
 from ..recording.refuse_call import refuse_call, refuse_shared
@@ -241,7 +243,16 @@ class DistModel:
             self._unchanged = None
 
     def _record_program(self, batch: Sequence[Any], key: object, leaves: Sequence[Any]) -> CompiledProgram:
-        """Return a new program for the batch, from a file or recorded now."""
+        """Return a new program for the batch, from a file or recorded now.
+
+        Raises SameNumbersError for options that change the order of sums inside `same_numbers`.
+        """
+        if in_same_numbers():
+            check_fixed_sums(self.strategy)
+        with only_recordings():
+            return self._record_variant(batch, key, leaves)
+
+    def _record_variant(self, batch: Sequence[Any], key: object, leaves: Sequence[Any]) -> CompiledProgram:
         open_sizes = self._variants.open_sizes(key, leaves)
         dynamic = {} if self._is_of_one_size else open_sizes
         self._marks = self._marks or first_marks(self.network)
@@ -264,10 +275,13 @@ class DistModel:
 
     @property
     def _is_of_one_size(self) -> bool:
-        """True if a program fits only the sizes of its recording: with compiled kernels, a split batch, or replays."""
+        """True if a program fits only the sizes that it was recorded with.
+
+        So it is with compiled kernels, a split batch, replays, or sums whose pieces depend on the sizes.
+        """
         in_pieces = self.strategy.merge is not None or self.strategy.pipeline.enable
         trains_alike = self.mode == "train" and (in_pieces or self.strategy.cuda_graph)
-        return self.strategy.compiler == "inductor" or trains_alike
+        return self.strategy.compiler == "inductor" or trains_alike or in_same_numbers()
 
     @property
     def program(self) -> Program:

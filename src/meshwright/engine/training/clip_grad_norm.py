@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from meshwright.fixed_order import in_same_numbers
 from meshwright.tensor import DistTensor, renumber_gradients
 
 from ..marks.tensors import unshard_dtensor
@@ -42,8 +43,15 @@ def clip_to(owners: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
 
 
 def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the total norm of all gradients, a plain tensor that is equal on every rank; every rank makes the call."""
-    norms = [_norm(each, norm_type) for each in _by_mesh(parameters)]
+    """Return the total norm of all gradients, a plain tensor that is equal on every rank; every rank makes the call.
+
+    Inside `same_numbers` it is the norm of the gradients' norms, whatever their meshes.
+    """
+    if in_same_numbers():
+        grads = [p.grad for p in parameters if p.grad is not None]
+        norms = [unshard_dtensor(torch.linalg.vector_norm(g, norm_type)).detach().float() for g in grads]
+    else:
+        norms = [_norm(each, norm_type) for each in _by_mesh(parameters)]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0, device="cpu")
 
 

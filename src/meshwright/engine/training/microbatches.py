@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.comm import PostedCommunicator, current_communicator
+from meshwright.fixed_order import GradientTrees, in_same_numbers, one_of_microbatches
 from meshwright.layout import ProcessMesh, TorchValue
 from meshwright.passes import Merge
 from meshwright.pipeline import ActionKind, Schedule, StageError, Stages
@@ -82,7 +83,21 @@ class Microbatches:
                 "a schedule is made for a fixed number of microbatches",
                 f"pass {count} batches",
             )
-        here = PostedCommunicator(current_communicator())
+        if in_same_numbers():
+            return self._in_one_tree(given)
+        return self._run(given, lambda _: None)
+
+    def _in_one_tree(self, given: Sequence[Any]) -> Tensor:
+        """Run the step with gradients that are one tree over the pieces of the batch."""
+        with one_of_microbatches(given):
+            trees = GradientTrees(self.model.parameters(), len(given))
+            total = self._run(given, trees.take)
+        trees.give()
+        return total
+
+    def _run(self, given: Sequence[Any], after_backward: Callable[[int], None]) -> Tensor:
+        """Return the mean loss; `after_backward` is called with each microbatch after its backward pass."""
+        here, count = PostedCommunicator(current_communicator()), len(given)
         running: dict[int, Tensor] = {}
         total: Any = 0.0
         for is_backward, m in self._row(here.rank):
@@ -91,6 +106,7 @@ class Microbatches:
                 if is_backward:
                     loss = running.pop(m)
                     (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                    after_backward(m)
                 else:
                     with self._autocast(), self._one_way():
                         running[m] = self._loss_of(given[m]) / count

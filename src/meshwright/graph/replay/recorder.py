@@ -39,7 +39,8 @@ from .._errors import CaptureError
 from ..captures.capture import Capture
 from ..captures.capture_environment import called
 from ..captures.external_writes import ExternalTensors, check_buffers, real_view, takes_view
-from ..guards import observed, unobserved, unobserved_if_torchs
+from ..captures.interception import UserFunction
+from ..guards import is_trusted, observed, unobserved, unobserved_if_torchs
 from ..program.draft import Draft
 from ..program.node import Conversion, Node, Origin, Phase, Value, map_values, tensor_dtype
 from ..program.program import Input, Program
@@ -380,7 +381,12 @@ def _check_written_buffers(captured: Capture, step: Program) -> None:
 def _has_users_code(captured: Capture) -> bool:
     """True if the user's functions run while the gradients of the captured call are recorded."""
     hooked = any(slot.tensor._backward_hooks for slot in captured.slots)
-    return hooked or not all(isinstance(node.op, (Operator, ReshardMark)) for node in captured.program.nodes)
+    return hooked or not all(_is_own(node.op) for node in captured.program.nodes)
+
+
+def _is_own(op: object) -> bool:
+    """True for an operator, a mark of `reshard`, and an autograd function of torch or of this library."""
+    return isinstance(op, (Operator, ReshardMark)) or (isinstance(op, UserFunction) and is_trusted(op.function))
 
 
 def record_forward(captured: Capture, rank: int, size: int) -> Program:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import Communicator, current_communicator
+from meshwright.fixed_order import MicrobatchTree, in_same_numbers
 from meshwright.graph import GradientInspector, Input, Program, Run, Value, tensor_dtype
 from meshwright.layout import TorchValue, set_generator_states
 from meshwright.reshard import Halves, halves_of
@@ -87,7 +89,12 @@ class _Totals:
         self.known: Known = {}
         self._own: set[Value] = set()
 
-    def add(self, v: Value, term: Tensor) -> None:
+    def sums(self) -> Known:
+        """Return the sums of all terms."""
+        return self.known
+
+    def add(self, v: Value, term: Tensor, source: Value, microbatch: int) -> None:
+        """Add a term of the sum `v`: the value `source` of a microbatch."""
         if v not in self.known:
             self.known[v] = term
         elif v in self._own:
@@ -95,6 +102,27 @@ class _Totals:
         else:
             self.known[v] = self.known[v] + term
             self._own.add(v)
+
+
+class _TreeTotals(_Totals):
+    """Sums over microbatches as trees, which do not depend on the order of the schedule."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+        self._trees: dict[Value, dict[Value, MicrobatchTree]] = {}
+
+    def add(self, v: Value, term: Tensor, source: Value, microbatch: int) -> None:
+        trees = self._trees.setdefault(v, {})
+        trees.setdefault(source, MicrobatchTree(self._count)).add(microbatch, term)
+
+    def sums(self) -> Known:
+        """Return the sums; those of several sources are added up in the order of the step."""
+        return {v: reduce(_sum, (tree.total() for tree in trees.values())) for v, trees in self._trees.items()}
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return x if y is None else y if x is None else x + y
 
 
 class PipelineRun:
@@ -152,7 +180,8 @@ class PipelineRun:
         base: Known = dict(zip((i.value for i in self.inputs), inputs, strict=True))
         with torch.no_grad():
             self._begin(base)
-            step = _Step(base, self._inputs_of_microbatches(base), WeightStash(self._used, self._read))
+            versions = WeightStash(self._used, self._read)
+            step = _Step(base, self._inputs_of_microbatches(base), versions, self._new_totals())
             states = self._rehearsal.states(base)
             end = self._rehearsal.now()
             for n, ((copy, place, m), gone) in enumerate(zip(self._row, self._drops, strict=True)):
@@ -164,7 +193,7 @@ class PipelineRun:
                 part, way, held = self._parts[copy, place], self._ways[m], step.held[m]
                 with here.seen.doing("pipeline", f"{place.part}{m}.{place.chunk} {part.layers}"):
                     known = step.versions.values_for(n, base)
-                    _act(part, known, held, step.totals, here, lambda tag, m=m, way=way: (tag * 2 + way) * count + m)
+                    _act(part, known, held, step.totals, m, here, lambda tag, m=m, way=way: (tag * 2 + way) * count + m)
                 for x, v in part.renewed:
                     base.update(dict.fromkeys(self._same.get(x, (x,)), held[v]))
                 for v in gone:
@@ -186,11 +215,14 @@ class PipelineRun:
         base, at = step.base, len(step.outputs)
         step.versions.keep(n, base, self._epilogue.over(at, base), *step.held)
         with here.seen.doing("pipeline", "after all microbatches"):
-            outputs, step.written = self._epilogue(at, base, step.totals.known, look_at)
+            outputs, step.written = self._epilogue(at, base, step.totals.sums(), look_at)
         step.outputs.append(outputs)
-        step.totals = _Totals()
+        step.totals = self._new_totals()
         if n + 1 < len(self._row):
             self._begin(base)
+
+    def _new_totals(self) -> _Totals:
+        return _TreeTotals(self._microbatches) if in_same_numbers() else _Totals()
 
     def _inputs_of_microbatches(self, base: Known) -> list[Known]:
         """Return the input values of each microbatch."""
@@ -210,7 +242,7 @@ class _Step:
     base: Known
     held: list[Known]
     versions: WeightStash
-    totals: _Totals = field(default_factory=_Totals)
+    totals: _Totals
     outputs: list[Any] = field(default_factory=list[Any])
     written: list[Any] | None = field(default_factory=list[Any])
 
@@ -236,7 +268,13 @@ def _known_before(copies: Sequence[RankParts], inputs: Sequence[Input], intake: 
 
 
 def _act(
-    part: _Part, known: Mapping[Value, Any], held: Known, totals: _Totals, here: Communicator, tag: Callable[[int], int]
+    part: _Part,
+    known: Mapping[Value, Any],
+    held: Known,
+    totals: _Totals,
+    microbatch: int,
+    here: Communicator,
+    tag: Callable[[int], int],
 ) -> None:
     for message in part.arriving:
         message.receive(held, here, tag(message.crossing.tag))
@@ -244,7 +282,7 @@ def _act(
         out, _ = part.run(*[held[v] if v in held else known[v] for v in part.reads])
         held.update(zip(part.gives, out, strict=True))
     for x, v in part.terms:
-        totals.add(v, held[x])
+        totals.add(v, held[x], x, microbatch)
     for message in part.leaving:
         message.send(held, here, tag(message.crossing.tag))
 

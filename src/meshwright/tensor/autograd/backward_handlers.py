@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from functools import update_wrapper
 from typing import Any
 from weakref import ref
@@ -32,6 +34,11 @@ from .dual_gradient import alias_of, as_dual_local, dual_stamp
 from .graph_node import check_no_edges, edge_spec, own_edge
 from .intercepted_call import named_arguments
 from .torch_hooks import intercept_backward, run_backward
+
+around_backward: ContextVar[Callable[[], AbstractContextManager[object]]] = ContextVar(
+    "around_backward", default=nullcontext
+)
+"""Makes the context in which autograd's engine runs, and with it the calls that a checkpoint runs again."""
 
 _T: Any = Tensor
 """Tensor, untyped: the type checker takes its attributes for values, but they are descriptors."""
@@ -111,7 +118,8 @@ def _run_engine(*args: TorchValue, **options: bool) -> tuple[Tensor | None, ...]
     view.
     """
     try:
-        return run_backward(*args, **options)
+        with around_backward.get()():
+            return run_backward(*args, **options)
     except RuntimeError as error:
         if any_reread_with_history() and "backward through the graph a second time" in str(error):
             raise OperationError(
@@ -304,6 +312,12 @@ class _backward_pass(gradients_kept_up):
         read_shared()
         keep_up()
         super().__enter__()
+        self._around = around_backward.get()()
+        self._around.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._around.__exit__(*error)
+        super().__exit__(*error)
 
 
 intercept_backward(_backward_pass)
