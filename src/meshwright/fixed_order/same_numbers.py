@@ -64,7 +64,7 @@ class SameNumbers(TorchFunctionMode):
             return self._backward(name, func, args, named)
         return self._run(name, func, args, named)
 
-    def _run(self, name: str, func: Callable[..., Any], args: TorchValue, named: TorchValue) -> TorchValue:
+    def _run(self, name: str, func: Callable[..., Any], args: TorchValue, named: dict[str, Any]) -> TorchValue:
         """Return the result of a function of the forward pass or the optimizer."""
         replacement = REPLACED.get(name)
         if replacement is not None:

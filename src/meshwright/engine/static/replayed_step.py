@@ -22,7 +22,7 @@ from .program_builder import CompiledProgram
 ASKED = "a step with cuda_graph = true"
 _LEAVE_OUT = "leave out cuda_graph"
 _Problem = tuple[str, str, str]
-"""What hinders a replay: what was found, why that is a problem, and what to do."""
+"""The reason why a step cannot be replayed: what was found, why that is a problem, and what to do."""
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 """Tags of operators whose results the host reads."""
 
