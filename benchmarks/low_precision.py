@@ -1,7 +1,8 @@
 """Training with few bits: the loss of fp8 training relative to bfloat16, and int3 with quantization-aware training.
 
 A byte Llama is trained from the same values with bfloat16 products and with products of float8 numbers, both under
-autocast. The value is the difference of the losses on other samples after the last step, in percent. A trained Llama is
+autocast, on three sets of samples. The value is the difference of the mean losses on other samples after the last step,
+in percent. A trained Llama is
 trained further with weights rounded to int3, and without; both are then quantized to int3, and the perplexity of the
 former must be lower. On meshes, models are trained inside `same_numbers`, and parameters with a bit other than on one
 device are counted; the goal is 0.
@@ -26,8 +27,8 @@ from ._generate_layouts import GenerationLayout
 from .quantize_quality import BATCH, HEAD, HELD_OUT, LENGTH, perplexity, samples
 
 CONFIG = LlamaConfig.of_width(64, 2)
-STEPS, FURTHER = 300, 200
-"""Steps of training, and of further training with rounded weights."""
+STEPS, FURTHER, SETS = 300, 200, 3
+"""Steps of training, of further training with rounded weights, and sets of samples: one training differs by 1 %."""
 MOST = 1.0
 """Goal: the difference between the losses of fp8 and bf16, in percent."""
 RECIPES = ("tensorwise", "rowwise")
@@ -73,11 +74,12 @@ def held_out_loss(model: Any, data: list[tuple[Tensor, Tensor]]) -> float:
         return sum(float(model(*each)) for each in data) / len(data)
 
 
-def losses(steps: int, data: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Return the loss after training with bfloat16 products, and with float8 products by each recipe."""
+def losses(steps: int, sets: int, data: list[tuple[Tensor, Tensor]]) -> dict[str, list[float]]:
+    """Return the loss after each training with bfloat16 products, and with float8 products by each recipe."""
     ways = {"bf16": lambda model: model} | {name: WAYS[f"fp8 {name}"] for name in RECIPES}
     return {
-        name: held_out_loss(trained(way(Llama(CONFIG)), 0, steps, 3e-3, autocast), data) for name, way in ways.items()
+        name: [held_out_loss(trained(way(Llama(CONFIG)), n * steps, steps, 3e-3, autocast), data) for n in range(sets)]
+        for name, way in ways.items()
     }
 
 
@@ -118,11 +120,11 @@ def different(layout: GenerationLayout, way: str, steps: int) -> tuple[int, int]
 def run(quick: bool = False) -> dict[str, Any]:
     """Return the figure: the largest difference between the losses of fp8 and bf16, in percent."""
     data, parts = samples(HELD_OUT, 8), 10 if quick else 1
-    loss = losses(STEPS // parts, data)
+    loss = losses(STEPS // parts, 1 if quick else SETS, data)
     found = perplexities(STEPS // parts, FURTHER // parts, data)
     chosen = list(LAYOUTS)[1:2] if quick else list(LAYOUTS)
     bits = {f"{way}, {name}": different(LAYOUTS[name], way, 2 if quick else 4) for way in WAYS for name in chosen}
-    percent = {name: 100 * (loss[name] / loss["bf16"] - 1) for name in RECIPES}
+    percent = {name: 100 * (sum(loss[name]) / sum(loss["bf16"]) - 1) for name in RECIPES}
     largest, wrong = max(map(abs, percent.values())), sum(count for _, count in bits.values())
     return {
         "name": "low_precision",
@@ -130,7 +132,7 @@ def run(quick: bool = False) -> dict[str, Any]:
         "goal": f"at most {MOST:g} %; QAT below the nearest numbers at int3; 0 different parameters on meshes",
         "ok": largest <= MOST and found["QAT"] < found["nearest"] and wrong == 0,
         "details": {
-            "losses": {name: round(x, 4) for name, x in loss.items()},
+            "losses": {name: [round(x, 4) for x in each] for name, each in loss.items()},
             "percent": {name: round(x, 3) for name, x in percent.items()},
             "perplexity at int3": {name: round(x, 4) for name, x in found.items()},
             "parameters compared": sum(count for count, _ in bits.values()),
