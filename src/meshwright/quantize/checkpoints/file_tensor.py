@@ -23,6 +23,7 @@ from .._scheme import Scheme
 from .._stored_weight import Stored
 
 CONFIG = "config.json"
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,12 @@ def _axes_for(length: int, dim: int, weight: Spec) -> Dim:
     ranks = prod(weight.mesh.sizes[axis] for axis in axes_of(axes))
     is_even = length % ranks == 0 and weight.shape[dim] % ranks == 0
     return axes if is_even or length == weight.shape[dim] else ()
+
+
+def scale_dtype(catalogue: Catalogue, name: str, layer: nn.Linear) -> torch.dtype:
+    """Return the dtype of scales in the files; that of the weight if it is no dtype to compute with, or unknown."""
+    entry = catalogue.entries.get(name)
+    return entry.dtype if entry is not None and entry.dtype in SCALE_DTYPES else layer.weight.dtype
 
 
 def held(x: Tensor) -> HeldTensor:
