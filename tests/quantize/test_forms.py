@@ -152,6 +152,9 @@ CASES: dict[str, tuple[Gptq | Awq | Nf4, Callable[[Path], None] | None, Callable
     "no scales": (Gptq(), None, with_tensor("0.scales", lambda x: None), "no such tensor"),
     "codes of another size": (Gptq(), None, with_tensor("0.qweight", lambda x: x[:-1].clone()), "0.qweight"),
     "a bias of another model": (Gptq(), None, with_tensor("2.bias", lambda x: torch.ones(80)), "not zero"),
+    "a bias of 8 bits": (
+        Gptq(), None, with_tensor("2.bias", lambda x: torch.zeros(80, dtype=torch.float8_e5m2)), "2.bias",
+    ),
     "AWQ for another kernel": (Awq(), changed(version="gemv"), None, "gemv"),
     "AWQ in 8 bits": (Awq(), changed(bits=8), None, "bits 8"),
     "fp4": (Nf4(), changed(bnb_4bit_quant_type="fp4"), None, "fp4 weights"),

@@ -18,9 +18,9 @@ from meshwright.tensor import DistTensor
 from .._errors import QuantizeError
 from .._layers import is_linear, matches
 from .._quantized_linear import QuantizedLinear
-from .._scheme import NumberFormat, Scheme
+from .._scheme import NumberFormat, Scheme, Strategy
 from .._stored_weight import GROUP_OF, SCALE, Stored, stored_dtypes, stored_form, stored_layouts, stored_shapes
-from .file_tensor import FileTensor, check_groups, refused, scale_dtype
+from .file_tensor import FileTensor, check_groups, float_dtype, refused
 
 METHOD = "compressed-tensors"
 GROUP_ORDER = ("group", "dynamic")
@@ -148,7 +148,7 @@ class CompressedTensorsForm:
         shapes = stored_shapes(layer.out_features, layer.in_features, scheme)
         if scheme.act_order or f"{name}.{GROUP_OF}" in catalogue.entries:
             shapes[GROUP_OF] = (layer.in_features,)
-        dtypes = stored_dtypes(scheme, scale_dtype(catalogue, f"{name}.{SCALE}", layer))
+        dtypes = stored_dtypes(scheme, float_dtype(catalogue, f"{name}.{SCALE}", layer))
         weight = layer.weight
         layouts = stored_layouts(shapes, weight.spec) if isinstance(weight, DistTensor) else {}
         return {key: FileTensor(shape, dtypes[key], layouts.get(key)) for key, shape in shapes.items()}
@@ -204,7 +204,7 @@ def _read_numbers(told: Mapping[str, Any], where: str) -> NumberFormat:
     )
 
 
-def _strategy_for(group_size: object) -> str:
+def _strategy_for(group_size: object) -> Strategy:
     """Return the strategy of numbers for which only a group size is written; -1 means a whole row."""
     if group_size is None:
         return "tensor"

@@ -23,7 +23,8 @@ from .._scheme import Scheme
 from .._stored_weight import Stored
 
 CONFIG = "config.json"
-SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The dtypes of scales and biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +85,10 @@ def _axes_for(length: int, dim: int, weight: Spec) -> Dim:
     return axes if is_even or length == weight.shape[dim] else ()
 
 
-def scale_dtype(catalogue: Catalogue, name: str, layer: nn.Linear) -> torch.dtype:
-    """Return the dtype of scales in the files; that of the weight if it is no dtype to compute with, or unknown."""
+def float_dtype(catalogue: Catalogue, name: str, layer: nn.Linear) -> torch.dtype:
+    """Return the dtype of scales or of a bias in the files; that of the weight if it is not one of `FLOATS`."""
     entry = catalogue.entries.get(name)
-    return entry.dtype if entry is not None and entry.dtype in SCALE_DTYPES else layer.weight.dtype
+    return entry.dtype if entry is not None and entry.dtype in FLOATS else layer.weight.dtype
 
 
 def held(x: Tensor) -> HeldTensor:

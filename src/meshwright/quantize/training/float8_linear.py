@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: TorchValue, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator has positional parameters
+        ctx: TorchValue, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
         x, weight = (each.detach() for each in ctx.saved_tensors)
         grad, recipe = grads[0].detach(), ctx.recipe
         of_x = of_weight = None
@@ -68,7 +70,7 @@ class Float8Linear(nn.Linear):
         rows = input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
         with torch.autocast(kind, enabled=False) if is_autocast else nullcontext():
             product = _Product.apply(rows.to(dtype), self.weight.to(dtype), self.recipe)
-            bias = self._parameters["bias"]
+            bias = cast("Tensor | None", self.bias)
             out = product if bias is None else product + bias.to(dtype)
         return out.unflatten(0, input.shape[:-1]) if input.dim() > 1 else out.squeeze(0)
 
