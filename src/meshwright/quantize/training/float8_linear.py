@@ -22,7 +22,10 @@ from .torch_hooks import in_same_numbers
 
 
 class _Product(torch.autograd.Function):
-    """`x @ weight.T` for rows x [m, k] and a weight [n, k]. Both passes see whole tensors, also on a mesh."""
+    """The product `x @ weight.T` of float8 numbers, for rows x [m, k] and a weight [n, k].
+
+    Both passes see whole tensors, also on a mesh.
+    """
 
     sees_whole_tensors = True
 
