@@ -83,6 +83,13 @@ def test_loading_converts_to_a_wider_dtype_and_refuses_a_narrower_one(tmp_path: 
         mw.load_state_dict({"x": torch.zeros(3, dtype=torch.float16)}, tmp_path / "one")
 
 
+def test_numbers_of_8_bits_are_not_widened(tmp_path: Path) -> None:
+    """The scales of float8 numbers are other tensors, so a wider tensor with these numbers would be wrong."""
+    mw.save_state_dict({"x": numbered((3,), torch.float8_e4m3fn)}, tmp_path / "one")
+    with pytest.raises(CheckpointError, match="float8_e4m3fn of shape"):
+        mw.load_state_dict({"x": torch.zeros(3)}, tmp_path / "one")
+
+
 def test_saving_a_pending_sum_is_refused_on_all_ranks(tmp_path: Path) -> None:
     def save(load: bool) -> str:
         x = mw.dtensor_from_local(torch.ones(2), PAIR, [mw.Partial()])

@@ -89,16 +89,25 @@ def with_config(path: Path, **changes: Any) -> Path:
     return path
 
 
+def group(of: Any = None, **weights: Any) -> dict[str, Any]:
+    """Return changes of a configuration: a group of layers with these weights, and with these further entries."""
+    return {"config_groups": {"g": {"targets": ["Linear"], "weights": weights, **(of or {})}}}
+
+
 CASES: dict[str, dict[str, Any]] = {
     "another library": {"quant_method": "gguf"},
     "no groups": {"config_groups": None},
-    "a block strategy": {"config_groups": {"g": {"targets": ["Linear"], "weights": {"strategy": "block"}}}},
-    "other numbers": {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 9}}}},
-    "other groups": {
-        "config_groups": {
-            "g": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 7}}
-        }
-    },
+    "a block strategy": group(strategy="block"),
+    "other numbers": group(num_bits=9),
+    "other groups": group(num_bits=4, strategy="group", group_size=7),
+    "bits that are no integer": group(num_bits=4.0),
+    "groups of no numbers": group(num_bits=4, strategy="group", group_size=0),
+    "a group size as text": group(num_bits=4, strategy="group", group_size="16"),
+    "a group size as text, without a strategy": group(num_bits=4, group_size="16"),
+    "inputs that are no object": group({"input_activations": 5}, num_bits=8),
+    "targets that are no list": group({"targets": 7}, num_bits=8),
+    "ignored layers that are no names": {"ignore": [5]},
+    "a wrong regular expression": {"ignore": ["re:("]},
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import meshwright as mw
 from meshwright.comm import current_communicator
@@ -169,6 +170,36 @@ def test_autocast_sets_the_dtype() -> None:
     y.sum().backward()
     assert model.weight.grad.dtype == torch.float32
     assert model(torch.ones(32)).shape == (16,)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_without_rows_has_a_gradient_of_zeros(recipe: Any) -> None:
+    """An expert without tokens makes such a call."""
+    y, grad_x, grad_w = passes(linear(numbers()[1], recipe), torch.ones(0, 64), torch.ones(0, 48))
+    assert (y.shape, grad_x.shape) == ((0, 48), (0, 64))
+    assert not grad_w.any()
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    layer, x = linear(numbers()[1], "rowwise"), torch.ones(2, 64, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.square().sum().backward()
+
+
+def test_a_layer_on_the_meta_device_has_shapes() -> None:
+    layer = mw.convert_to_float8_training(nn.Linear(32, 16, device="meta"))
+    assert layer(torch.ones(2, 32, device="meta")).shape == (2, 16)
+
+
+def test_a_parametrized_layer_keeps_its_parametrization() -> None:
+    model: Any = mw.convert_to_float8_training(weight_norm(weight_norm(nn.Linear(64, 48)), "bias", 0))
+    x, _, grad = numbers()
+    exact = F.linear(x, model.weight, model.bias)
+    y = model(x)
+    y.backward(grad)
+    assert 0 < (y - exact).norm() < 0.06 * exact.norm()
+    assert model.parametrizations.weight.original0.grad.any()
 
 
 def test_bad_requests_are_refused() -> None:

@@ -139,15 +139,22 @@ def with_tensor(name: str, new: Callable[[torch.Tensor], torch.Tensor | None]) -
 CASES: dict[str, tuple[Gptq | Awq | Nf4, Callable[[Path], None] | None, Callable[[Tensors], None] | None, str]] = {
     "another form": (Gptq(), changed(quant_method="aqlm"), None, "'aqlm'"),
     "5 bits": (Gptq(), changed(bits=5), None, "bits 5"),
+    "bits that are no integer": (Gptq(), changed(bits=4.0), None, "num_bits=4.0"),
+    "a version that is no text": (Gptq(), changed(checkpoint_format=["gptq"]), None, "['gptq']"),
     "a kernel's packing": (Gptq(), changed(checkpoint_format="marlin"), None, "marlin"),
     "layers with own numbers": (Gptq(), changed(dynamic={"-:.*": {}}), None, "dynamic"),
     "no group size": (Gptq(), changed(group_size="128"), None, "group_size '128'"),
     "another group size": (Gptq(), changed(group_size=8), None, "scales"),
     "zero points that are not symmetric": (Gptq(), changed(sym=True), None, "sym: false"),
     "a group that does not exist": (Gptq(), None, with_tensor("0.g_idx", lambda x: x + 1), "the groups 1 to 4"),
+    "scales that are integers": (Gptq(), None, with_tensor("0.scales", lambda x: x.int()), "0.scales"),
+    "scales of 8 bits": (Gptq(), None, with_tensor("0.scales", lambda x: x.to(torch.float8_e5m2)), "0.scales"),
     "no scales": (Gptq(), None, with_tensor("0.scales", lambda x: None), "no such tensor"),
     "codes of another size": (Gptq(), None, with_tensor("0.qweight", lambda x: x[:-1].clone()), "0.qweight"),
     "a bias of another model": (Gptq(), None, with_tensor("2.bias", lambda x: torch.ones(80)), "not zero"),
+    "a bias of 8 bits": (
+        Gptq(), None, with_tensor("2.bias", lambda x: torch.zeros(80, dtype=torch.float8_e5m2)), "2.bias",
+    ),
     "AWQ for another kernel": (Awq(), changed(version="gemv"), None, "gemv"),
     "AWQ in 8 bits": (Awq(), changed(bits=8), None, "bits 8"),
     "fp4": (Nf4(), changed(bnb_4bit_quant_type="fp4"), None, "fp4 weights"),
@@ -160,6 +167,20 @@ CASES: dict[str, tuple[Gptq | Awq | Nf4, Callable[[Path], None] | None, Callable
     ),
     "no offset": (Nf4(nested=True, told={"nested_offset": None}), None, None, "nested_offset"),
 }  # fmt: skip
+
+
+def test_words_of_awq_with_codes_of_no_output_are_refused(tmp_path: Path) -> None:
+    def of_12_outputs(tensors: Tensors) -> None:
+        tensors["0.qweight"] = tensors["0.qweight"][:, :1].clone()
+        tensors["0.qzeros"] = tensors["0.qzeros"][:, :2].clone()
+        tensors["0.scales"], tensors["0.bias"] = tensors["0.scales"][:, :12].clone(), tensors["0.bias"][:12].clone()
+
+    write(nn.Sequential(nn.Linear(64, 16)), Awq(), tmp_path / "q", change=of_12_outputs)
+    model = nn.Sequential(nn.Linear(64, 12))
+    before = state_of(model)
+    with pytest.raises(QuantizeError, match="12 outputs"):
+        mw.load_quantized(model, tmp_path / "q")
+    assert differences(before, state_of(model)) == []
 
 
 @pytest.mark.parametrize("case", CASES)

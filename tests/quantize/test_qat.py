@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import meshwright as mw
 from meshwright.quantize import FakeQuantizedLinear, NumberFormat, QuantizeError, Scheme
@@ -88,6 +90,15 @@ def test_a_static_step_and_a_compiled_model_train_alike() -> None:
     torch.compiler.reset()
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
+
+
+def test_a_parametrized_layer_keeps_its_parametrization() -> None:
+    model: Any = mw.prepare_qat(nn.Sequential(weight_norm(nn.Linear(64, 40))), INT3)
+    assert isinstance(model[0], FakeQuantizedLinear)
+    trained(model)
+    x = batches(1)[0]
+    torch.testing.assert_close(model(x), F.linear(x, fake_quantized(model[0].weight, INT3.weights), model[0].bias))
+    assert copy.deepcopy(model)(x).equal(model(x))
 
 
 def test_bad_requests_are_refused() -> None:

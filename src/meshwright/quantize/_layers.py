@@ -9,6 +9,7 @@ from math import gcd
 from typing import TypeGuard
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ._errors import QuantizeError
 from ._quantized_linear import QuantizedLinear
@@ -157,6 +158,15 @@ def _check_groups(layers: Layers, scheme: Scheme) -> None:
             f"{layer.in_features} is no multiple of {size}, so a group would have a part of the numbers",
             f"use group_size={fits}, which fits all layers, or leave out {len(odd)} layers: ignore=({name!r}, ...)",
         )
+
+
+def change_class(layer: nn.Linear, new: type[nn.Linear]) -> None:
+    """Give a layer another class, in place.
+
+    The class of a parametrized layer has properties that compute its parameters. They stay.
+    """
+    old = type(layer)
+    layer.__class__ = type(old.__name__, (new,), dict(vars(old))) if is_parametrized(layer) else new
 
 
 def convert_layers(model: nn.Module, new: Mapping[str, QuantizedLinear]) -> nn.Module:

@@ -45,15 +45,16 @@ class NumberFormat:
     def __post_init__(self) -> None:
         asked = f"a number format of {self.num_bits} bits and type {self.type!r}"
         widths = {"int": range(2, MOST_BITS + 1), "float": (4, 8), "nf": (4,)}.get(self.type, ())
-        if self.num_bits not in widths:
+        if type(self.num_bits) is not int or self.num_bits not in widths:
             raise QuantizeError(
                 asked,
                 f"num_bits={self.num_bits}",
                 "integers have 2 to 8 bits, floats have 4 or 8, and normal floats have 4",
                 'write NumberFormat(4), NumberFormat(8, "float") or NumberFormat(4, "nf")',
             )
+        is_size = type(self.group_size) is int and self.group_size > 0
         has_groups = self.strategy in ("group", "tensor_group")
-        if has_groups != (self.group_size is not None) or (self.group_size or 1) < 1:
+        if not is_size if has_groups else self.group_size is not None:
             raise QuantizeError(
                 asked,
                 f"strategy={self.strategy!r} and group_size={self.group_size}",

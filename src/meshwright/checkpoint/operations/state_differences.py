@@ -117,11 +117,15 @@ def _shape(held: HeldTensor) -> tuple[int, ...]:
 def widens(saved: torch.dtype, wanted: torch.dtype) -> bool:
     """True if a dtype holds every number of another dtype of its kind.
 
+    Numbers of 8 bits are not widened: they are codes, whose scales are other tensors.
+
     >>> widens(torch.bfloat16, torch.float32), widens(torch.float32, torch.bfloat16)
     (True, False)
     """
     if saved is wanted:
         return True
+    if saved.itemsize == 1:
+        return False
     floats = saved.is_floating_point and wanted.is_floating_point
     alike = floats or (saved.is_complex and wanted.is_complex)
     return alike and saved.itemsize < wanted.itemsize and torch.promote_types(saved, wanted) is wanted

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint import Catalogue
 
+from .._errors import QuantizeError
 from .._packing import pack, unpack
 from .._scheme import NumberFormat, Scheme
 from .._stored_weight import PACKED, ZERO, Stored
@@ -55,7 +56,14 @@ class AwqForm:
         yield from packed_layers(model, catalogue, self.numbers)
 
     def files_of(self, name: str, layer: nn.Linear, scheme: Scheme, catalogue: Catalogue) -> dict[str, FileTensor]:
-        codes = (layer.in_features, layer.out_features // 8)
+        if layer.out_features % len(POSITIONS):
+            raise QuantizeError(
+                f"load {name} in the form of AWQ",
+                f"a layer with {layer.out_features} outputs",
+                f"a word has the codes of {len(POSITIONS)} outputs",
+                "build the model with the sizes that the checkpoint's config.json has",
+            )
+        codes = (layer.in_features, layer.out_features // len(POSITIONS))
         return {
             CODES: FileTensor(codes, torch.int32, layout_like(codes, (1, 0), layer.weight)),
             **scale_files(name, layer, scheme, catalogue),

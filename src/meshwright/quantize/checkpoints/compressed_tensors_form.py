@@ -5,6 +5,7 @@ Layers hold their tensors in this form, so they are read as they are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +18,9 @@ from meshwright.tensor import DistTensor
 from .._errors import QuantizeError
 from .._layers import is_linear, matches
 from .._quantized_linear import QuantizedLinear
-from .._scheme import NumberFormat, Scheme
+from .._scheme import NumberFormat, Scheme, Strategy
 from .._stored_weight import GROUP_OF, SCALE, Stored, stored_dtypes, stored_form, stored_layouts, stored_shapes
-from .file_tensor import FileTensor, check_groups, refused
+from .file_tensor import FileTensor, check_groups, float_dtype, refused
 
 METHOD = "compressed-tensors"
 GROUP_ORDER = ("group", "dynamic")
@@ -132,7 +133,8 @@ class CompressedTensorsForm:
         groups: Any = told.get("config_groups")
         if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
             raise refused(where, f"config_groups {groups!r}", "each group of layers must be described by an object")
-        return cls(tuple(_read_group(group, where) for group in groups.values()), tuple(told.get("ignore") or ()))
+        schemes = tuple(_read_group(group, where) for group in groups.values())
+        return cls(schemes, _read_patterns(told.get("ignore"), where))
 
     def layers_of(self, model: nn.Module, catalogue: Catalogue) -> Iterator[tuple[str, nn.Linear, Scheme]]:
         for name, module in model.named_modules():
@@ -146,8 +148,7 @@ class CompressedTensorsForm:
         shapes = stored_shapes(layer.out_features, layer.in_features, scheme)
         if scheme.act_order or f"{name}.{GROUP_OF}" in catalogue.entries:
             shapes[GROUP_OF] = (layer.in_features,)
-        scale = catalogue.entries.get(f"{name}.{SCALE}")
-        dtypes = stored_dtypes(scheme, scale.dtype if scale is not None else layer.weight.dtype)
+        dtypes = stored_dtypes(scheme, float_dtype(catalogue, f"{name}.{SCALE}", layer))
         weight = layer.weight
         layouts = stored_layouts(shapes, weight.spec) if isinstance(weight, DistTensor) else {}
         return {key: FileTensor(shape, dtypes[key], layouts.get(key)) for key, shape in shapes.items()}
@@ -165,14 +166,31 @@ def _read_group(group: Mapping[str, Any], where: str) -> Scheme:
     if group.get("output_activations") or not isinstance(weights, Mapping):
         raise refused(where, "a group without weights, or with output_activations", "weights must be quantized")
     inputs: Any = group.get("input_activations")
+    if inputs and not isinstance(inputs, Mapping):
+        raise refused(where, f"input_activations {inputs!r}", "numbers are described by an object")
     numbers = None if not inputs else _read_numbers(inputs, where)
-    targets, by_group = tuple(group.get("targets") or ()), weights.get("actorder") in GROUP_ORDER
+    targets, by_group = _read_patterns(group.get("targets"), where), weights.get("actorder") in GROUP_ORDER
     return Scheme(_read_numbers(weights, where), numbers, targets=targets, ignore=(), act_order=by_group)
+
+
+def _read_patterns(found: Any, where: str) -> tuple[str, ...]:
+    """Return the names and regular expressions of layers; none for null."""
+    if found is None:
+        return ()
+    if not isinstance(found, list) or not all(isinstance(pattern, str) for pattern in found):
+        raise refused(where, f"the layers {found!r}", "layers are a list of names and regular expressions")
+    patterns: tuple[str, ...] = tuple(found)
+    try:
+        for pattern in patterns:
+            re.compile(pattern[3:] if pattern.startswith("re:") else "")
+    except re.error as error:
+        raise refused(where, f"the layers {found!r}", f"a regular expression is wrong: {error}") from error
+    return patterns
 
 
 def _read_numbers(told: Mapping[str, Any], where: str) -> NumberFormat:
     size = told.get("group_size")
-    strategy = told.get("strategy") or ("group" if size and size > 0 else "tensor")
+    strategy = told.get("strategy") or _strategy_for(size)
     known = strategy in _STRATEGIES and told.get("type", "int") in ("int", "float") and not told.get("block_structure")
     if not known or told.get("dynamic") not in (None, True, False):
         raise refused(where, f"numbers {dict(told)!r}", "this package does not have these numbers")
@@ -184,3 +202,10 @@ def _read_numbers(told: Mapping[str, Any], where: str) -> NumberFormat:
         told.get("symmetric", True),
         bool(told.get("dynamic", False)),
     )
+
+
+def _strategy_for(group_size: object) -> Strategy:
+    """Return the strategy of numbers for which only a group size is written; -1 means a whole row."""
+    if group_size is None:
+        return "tensor"
+    return "channel" if group_size == -1 else "group"

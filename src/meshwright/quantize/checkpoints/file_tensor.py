@@ -23,6 +23,8 @@ from .._scheme import Scheme
 from .._stored_weight import Stored
 
 CONFIG = "config.json"
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The dtypes of scales and biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,12 @@ def _axes_for(length: int, dim: int, weight: Spec) -> Dim:
     ranks = prod(weight.mesh.sizes[axis] for axis in axes_of(axes))
     is_even = length % ranks == 0 and weight.shape[dim] % ranks == 0
     return axes if is_even or length == weight.shape[dim] else ()
+
+
+def float_dtype(catalogue: Catalogue, name: str, layer: nn.Linear) -> torch.dtype:
+    """Return the dtype of scales or of a bias in the files; that of the weight if it is not one of `FLOATS`."""
+    entry = catalogue.entries.get(name)
+    return entry.dtype if entry is not None and entry.dtype in FLOATS else layer.weight.dtype
 
 
 def held(x: Tensor) -> HeldTensor:

@@ -26,7 +26,7 @@ from .._layers import is_linear
 from .._packing import pack, packed_length, unpack
 from .._scheme import NumberFormat, Scheme
 from .._stored_weight import GROUP_OF, PACKED, SCALE, SHAPE, ZERO, Stored
-from .file_tensor import FileTensor, check_groups, layout_like, refused
+from .file_tensor import FileTensor, check_groups, float_dtype, layout_like, refused
 
 CODES, ZEROS, SCALES, INDEX = "qweight", "qzeros", "scales", "g_idx"
 BITS = (2, 3, 4, 8)
@@ -51,7 +51,7 @@ class GptqForm:
         bits, version = told.get("bits"), told.get("checkpoint_format") or told.get("format") or "gptq"
         if bits not in BITS:
             raise refused(where, f"bits {bits!r}", "the form has 2, 3, 4 or 8 bits")
-        if version not in ZERO_SHIFT:
+        if not isinstance(version, str) or version not in ZERO_SHIFT:
             raise refused(where, f"checkpoint_format {version!r}", "this packing is that of one kernel")
         if told.get("dynamic"):
             raise refused(where, f"dynamic {told['dynamic']!r}", "layers with numbers of their own are not supported")
@@ -71,7 +71,7 @@ class GptqForm:
         if f"{name}.{INDEX}" in catalogue.entries:
             found[INDEX] = FileTensor((columns,), torch.int32)
         if layer._parameters["bias"] is None and f"{name}.bias" in catalogue.entries:
-            found["bias"] = FileTensor((rows,), catalogue.entries[f"{name}.bias"].dtype)
+            found["bias"] = FileTensor((rows,), float_dtype(catalogue, f"{name}.bias", layer))
         return found
 
     def check(self, name: str, layer: nn.Linear, scheme: Scheme, files: Mapping[str, Tensor]) -> None:
@@ -136,8 +136,7 @@ def scale_files(name: str, layer: nn.Linear, scheme: Scheme, catalogue: Catalogu
     """Return the scales, which are sharded like the rows, and the zero points, which are whole."""
     rows, bits = layer.out_features, scheme.weights.num_bits
     groups = layer.in_features // (scheme.weights.group_size or layer.in_features)
-    entry = catalogue.entries.get(f"{name}.{SCALES}")
-    dtype = entry.dtype if entry is not None and entry.dtype.is_floating_point else layer.weight.dtype
+    dtype = float_dtype(catalogue, f"{name}.{SCALES}", layer)
     return {
         SCALES: FileTensor((groups, rows), dtype, layout_like((groups, rows), (None, 0), layer.weight)),
         ZEROS: FileTensor((groups, packed_length(rows, bits)), torch.int32),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._errors import QuantizeError
-from .._layers import select_layers
+from .._layers import change_class, select_layers
 from .._quantize import check_module, scheme_of
 from .._rounding import nearest
 from .._scheme import NumberFormat, Scheme
@@ -65,6 +65,6 @@ def prepare_qat(model: nn.Module, scheme: Scheme | str = "int8") -> nn.Module:
             "use method='nearest' and dynamic inputs here; mw.quantize of the trained model may use another method",
         )
     for layer in select_layers(model, chosen).values():
-        layer.__class__ = FakeQuantizedLinear
+        change_class(layer, FakeQuantizedLinear)
         vars(layer)["scheme"] = chosen
     return model

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.amp.autocast_mode import is_autocast_available
+from torch.autograd.function import once_differentiable
 
 from meshwright.fixed_order import same_numbers
 from meshwright.layout import TorchValue
 
 from .._errors import QuantizeError
-from .._layers import is_linear, matches, no_layer
+from .._layers import change_class, is_linear, matches, no_layer
 from .._quantize import check_module
 from .float8_products import GRADIENT, Recipe, float8_product
 from .torch_hooks import in_same_numbers
 
 
 class _Product(torch.autograd.Function):
-    """`x @ weight.T` for rows x [m, k] and a weight [n, k]. Both passes see whole tensors, also on a mesh."""
+    """The product `x @ weight.T` of float8 numbers, for rows x [m, k] and a weight [n, k].
+
+    Both passes see whole tensors, also on a mesh.
+    """
 
     sees_whole_tensors = True
 
@@ -31,7 +36,10 @@ class _Product(torch.autograd.Function):
         return float8_product(x, weight.t(), recipe)
 
     @staticmethod
-    def backward(ctx: TorchValue, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator has positional parameters
+        ctx: TorchValue, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
         x, weight = (each.detach() for each in ctx.saved_tensors)
         grad, recipe = grads[0].detach(), ctx.recipe
         of_x = of_weight = None
@@ -60,11 +68,12 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        is_autocast = is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if is_autocast else input.dtype
         rows = input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(kind, enabled=False) if is_autocast else nullcontext():
             product = _Product.apply(rows.to(dtype), self.weight.to(dtype), self.recipe)
-            bias = self._parameters["bias"]
+            bias = cast("Tensor | None", self.bias)
             out = product if bias is None else product + bias.to(dtype)
         return out.unflatten(0, input.shape[:-1]) if input.dim() > 1 else out.squeeze(0)
 
@@ -109,7 +118,7 @@ def convert_to_float8_training(
     if not layers:
         raise no_layer(model, targets, ignore)
     for layer in layers:
-        layer.__class__ = Float8Linear
+        change_class(layer, Float8Linear)
         vars(layer)["recipe"] = recipe
     return model
 

@@ -30,6 +30,8 @@ BLOCK = 16
 
 def float8_product(a: Tensor, b: Tensor, recipe: Recipe, dtype_of_a: torch.dtype = FORWARD) -> Tensor:
     """Return `a @ b` [m, n] from the float8 numbers of a [m, k] and b [k, n], in the dtype of `a`."""
+    if not a.numel() or not b.numel():
+        return a @ b  # there are no numbers to round, and a maximum of none is an error
     codes_a, scale_a = to_float8(a, 1 if recipe == ROWWISE else None, dtype_of_a)
     codes_b, scale_b = to_float8(b, 0 if recipe == ROWWISE else None, FORWARD)
     if _has_kernel(codes_a, codes_b, recipe):
