@@ -67,8 +67,8 @@ class ProgramFacts:
         """Return everything that the options of an operator depend on, as a key."""
         place = {v: n for n, v in enumerate(dict.fromkeys(node.ins))}
         args, kwargs = map_values(lambda v: (place[v], v.sizes, v.dtype), (node.args, dict(node.kwargs)))
-        trains, frozen = (tuple(v in self.trains for v in node.outs), not self.frozen.isdisjoint(node.ins))
-        return node.op, repr(args), repr(kwargs), trains, frozen
+        trains, has_frozen = tuple(v in self.trains for v in node.outs), not self.frozen.isdisjoint(node.ins)
+        return node.op, repr(args), repr(kwargs), trains, has_frozen
 
     def call(self, row: OperatorRow) -> OperatorCall | None:
         """Return the call of an operator, as `call_of` does."""
