@@ -33,10 +33,11 @@ FSDP = Software(stops_early=True, even_context=False, logit=12.0, casts=6.0, sel
 Its published peaks are the memory that the allocator reserves. A stream does not reuse memory that another stream has
 freed, so the peaks of the loss and of recomputed layers add up.
 """
-COMPILED_LOSS = {"logit": 4.0, "cross_entropy": 10.0}
+COMPILED_LOSS = {"logit": 4.0, "cross_entropy": 8.0}
 """Numbers of a compiled loss: it holds logits and their gradient in 16 bits, and no result in between.
 
-torchtitan compiles its loss since March 2025 (pytorch/torchtitan, pull request 1033; Dao-AILab/quack, issue 48).
+It reads the logits for their maximum, for the sum and for the gradient, and writes the gradient. torchtitan compiles
+its loss since March 2025 (pytorch/torchtitan, pull request 1033; Dao-AILab/quack, issue 48).
 """
 DEEPSEEK = replace(
     BRIDGE,

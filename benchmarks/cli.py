@@ -25,6 +25,7 @@ SIZES = {
 FILES = {
     "config.json": json.dumps(SIZES),
     "empty.json": "{}",
+    "experts.json": json.dumps({**SIZES, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}),
     "infinite.json": json.dumps(SIZES).replace(": 64,", ": 1e400,"),
     "headless.json": json.dumps({**SIZES, "num_attention_heads": 0}),
     "broken.json": "{",
@@ -61,6 +62,7 @@ FILES = {
     "nothing.toml": "",
 }
 PLAN = "plan {f}/config.json --cluster 8xH100 --batch 8 --sequence 64"
+PHASES = "plan {f}/config.json --cluster 8xH100 --phases train,generate --prompt-tokens 8 --new-tokens 8"
 EXPLAIN = "explain {f}/config.json {f}/plan.toml --cluster 2xH100"
 OK, FAILED, NOT_UNDERSTOOD = 0, 1, 2
 AS_PROCESSES = (
@@ -105,6 +107,9 @@ TYPED = [
     # values of a wrong kind
     Line("train --steps many", 2, "not a positive integer"),
     Line("train --steps 0", 2, "not a positive integer"),
+    Line(f"{PHASES} --prompts 0", 2, "not a positive integer"),
+    Line(f"{PHASES} --prompts 8 --phases generate", 2, "neither train nor train,generate"),
+    Line(f"{PHASES} --prompts {10**22}", 1, "sizes are at most"),
     Line("train --seed -1", 2, "argument"),
     Line("train --tolerance little", 2, "not a non-negative number"),
     Line("train --tolerance nan", 2, "not a non-negative number"),
@@ -191,6 +196,11 @@ TYPED = [
     Line("schedule", 2, "NAME"),
     Line("plan", 2, "CONFIG"),
     Line("plan {f}/config.json --batch 8 --sequence 64", 2, "--cluster"),
+    Line(PHASES, 2, "pass --prompts"),
+    Line(f"{PHASES} --prompts 8 --batch 8", 2, "leave out --batch"),
+    Line(f"{PHASES} --prompts 8 --given batch=8", 2, "leave out --given batch"),
+    Line(f"{PLAN} --prompts 8", 2, "--phases train,generate"),
+    Line(PHASES.replace("config", "experts") + " --prompts 8", 1, "with experts"),
     Line("predict {f}/config.json", 2, "PLAN"),
     Line("explain", 2, "CONFIG"),
     Line("checkpoint", 2, "ACTION"),

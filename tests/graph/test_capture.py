@@ -57,7 +57,18 @@ def test_a_large_value_of_constants_alone_is_not_computed() -> None:
     def masked(x: torch.Tensor) -> torch.Tensor:
         rows, columns = torch.ones(2**22, 1), torch.arange(2**22).unsqueeze(0)
         assert columns[0, -1].item() == 2**22 - 1  # small values are known
-        return x * (rows * columns).sum()
+        return x * (rows * columns).sum() * torch.eye(2**22).sum()
 
     captured = capture(nn.Identity(), masked, [torch.ones(3)], is_run=False)
+    assert torch.ops.aten.mul.Tensor in [node.op for node in captured.program.nodes]
+
+
+def test_an_operator_without_a_fake_form_is_computed_from_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.graph.captures.capture_environment.LARGE", 1000)
+
+    @torch.library.custom_op("meshwright_tests::doubled", mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    captured = capture(nn.Identity(), lambda x: x * doubled(torch.arange(99)).sum(), [torch.ones(3)], is_run=False)
     assert torch.ops.aten.mul.Tensor in [node.op for node in captured.program.nodes]

@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.pipeline import (
     KNOWN_SCHEDULES,
+    Action,
     Channel,
     ChunkMemory,
     KnownSchedule,
@@ -23,10 +24,12 @@ from meshwright.pipeline import (
     peaks,
     schedule_by_name,
     simulate_schedule,
+    wave,
     weight_versions,
     with_transfers,
     zero_bubble,
 )
+from meshwright.pipeline.simulation.simulator import Clock
 
 SHAPES = [(2, 2), (2, 4), (2, 8), (3, 6), (4, 4), (4, 8), (4, 16), (6, 12)]
 
@@ -108,6 +111,19 @@ def test_bubbles_of_the_zero_bubble_paper() -> None:
         make = schedule_by_name(name).make
         schedule = make(8, 24, times) if name in ("ZB-1p", "ZB-2p") else make(8, 24)
         assert simulate_schedule(schedule, times).span_bubble == pytest.approx(bubble, abs=1e-4), name
+
+
+def test_a_table_looks_for_inputs_a_few_times_for_each_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of chunks does not matter, so that a search can try waves of many chunks."""
+    looked, original = list[Action](), Clock.arrival
+
+    def arrival(clock: Clock, rank: int, action: Action) -> float | None:
+        looked.append(action)
+        return original(clock, rank, action)
+
+    monkeypatch.setattr(Clock, "arrival", arrival)
+    table = wave(2, 8, 16)
+    assert len(looked) <= 2 * 12 * sum(map(len, table.rows))  # two tables are made
 
 
 def test_weight_versions() -> None:

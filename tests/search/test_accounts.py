@@ -29,6 +29,7 @@ from meshwright.search import (
     predict,
     program_account,
     simulate_step,
+    usable_memory,
 )
 from meshwright.search.transformer_accounts.known_recipes import KNOWN_RECIPES
 
@@ -165,6 +166,16 @@ def test_changes_save_time_and_belong_to_the_plan(name: str) -> None:
     assert ("messages between stages" in assumed) == (plan.pp > 1)
     one_node = replace(plan, dp=8, tp=1, pp=1, cp=1, chunks=1, schedule="1F1B")
     assert "network" not in " ".join(map(str, changes(LLAMA, one_node, MACHINES)))
+
+
+def test_recipes_are_those_of_models_with_experts_too_and_say_what_does_not_fit() -> None:
+    model, there = KNOWN_RECIPES["Mixtral 8x7B, 64 x H100"].model, cluster("16xH100, 8 per node, 400G")
+    plan = Plan(dp=16, ep=8, zero=1, batch=64, sequence=4096)
+    found = nearest_recipes(model, plan, there)
+    assert all(priced.plan.ep > 1 for _, priced in found)
+    assert found[0][0].startswith("Mixtral")
+    told = account(model, plan, there).recipes
+    assert [("does not fit" in r.how) for r in told] == [r.nbytes > usable_memory(there) for r in told]
 
 
 @pytest.mark.parametrize("name", ["Llama-3-70B, 64 x H100", "Mixtral 8x7B, 64 x H100"])

@@ -24,6 +24,7 @@ from meshwright.search import (
     SamplerLayout,
     SearchError,
     Transformer,
+    choose,
     generation_bytes,
     generation_seconds,
     hold,
@@ -162,6 +163,10 @@ def test_plans_are_sorted_and_the_runner_up_is_told() -> None:
     text = best.explain(others)
     assert f"the runner-up takes {others[0].seconds / best.seconds:.3f} of the time" in text
     assert "assumed:" in text
+    assert "the host starts a layer" in text
+    graphs = replace(MESHWRIGHT, graphs=frozenset(("attention", "feed-forward")))
+    started = plan_phases(LLAMA, MACHINES, 8, SIZES, software=graphs, pp=1, tp=1)[0]
+    assert "device graphs start attention and feed-forward" in started.explain()
     assert "the runner-up" not in best.explain()
 
 
@@ -178,7 +183,10 @@ def test_the_error_names_sizes_that_fit() -> None:
     [
         (lambda: plan_phases(replace(LLAMA, experts=Experts(8, 2, 64)), MACHINES, 8, SIZES), "with experts"),
         (lambda: GenerationSizes(0, 1, 1), "prompts = 0"),
+        (lambda: plan_phases(SMALL, MACHINES, 0, SIZES), "at least 1"),
+        (lambda: choose(SMALL, MACHINES, -1, 8, 64), "at least 1"),
         (lambda: PLAN(SMALL, phases=("generate", "train"), generation=SIZES), "another order"),
+        (lambda: PLAN(SMALL, phases=["train", "generate"]), "generation=None"),
         (lambda: PLAN(SMALL, phases=PHASES), "generation=None"),
         (lambda: PLAN(SMALL, [1], phases=PHASES, generation=SIZES), "leave out batch"),
         (lambda: PLAN(torch.nn.Linear(2, 2), ranks=8, phases=PHASES, generation=SIZES), "no configuration"),

@@ -13,9 +13,12 @@ MOST = 2**31 - 1
 """Upper bound on every size of a plan or a model, so that the product of two sizes fits into 64 bits."""
 
 
-def check_sizes(asked: str, **sizes: int) -> None:
-    """Raise SearchError if a size is larger than `MOST`."""
-    if large := [f"{name} = {size}" for name, size in sizes.items() if size > MOST]:
+def check_sizes(asked: str, least: int = 0, **sizes: int) -> None:
+    """Raise SearchError if a size is smaller than `least` or larger than `MOST`."""
+    if wrong := {name: size for name, size in sizes.items() if not least <= size <= MOST}:
         raise SearchError(
-            asked, ", ".join(large), f"sizes are at most {MOST}", "write " + large[0].split()[0] + " = 4096"
+            asked,
+            ", ".join(f"{name} = {size}" for name, size in wrong.items()),
+            f"sizes are at most {MOST}, and at least {least}",
+            f"write {next(iter(wrong))} = 4096",
         )

@@ -107,6 +107,7 @@ def surroundings_text(model: Transformer, found: PlanChoice, machines: Cluster) 
     recipes = [
         f"{theirs.seconds / best.seconds:.3f} x  {theirs.nbytes / GIGA:.1f} GB  {name}: "
         f"{differences(best.plan, theirs.plan) or 'the same plan'}"
+        f"{', does not fit' if theirs.nbytes > usable_memory(machines) else ''}"
         for name, theirs in nearest_recipes(model, best.plan, machines)
     ]
     parts = {

@@ -18,11 +18,16 @@ def check_options(settings: argparse.Namespace) -> None:
     """Raise UsageError if a size of the asked phases is missing, or one is given that the phases do not have."""
     generates = settings.phases == ("train", "generate")
     needed, others = (GENERATION, TRAINING) if generates else (TRAINING, (*GENERATION, "samples"))
-    phases, fix = ",".join(settings.phases), ", ".join(map(_option, needed))
-    wrong = [f"without {_option(name)}" for name in needed if getattr(settings, name) is None]
-    wrong += [f"with {_option(name)}" for name in others if getattr(settings, name) is not None]
-    if wrong:
-        raise UsageError(f"meshwright plan: --phases {phases} {wrong[0]}\n  fix: pass {fix}")
+    extra = [_option(name) for name in others if getattr(settings, name) is not None]
+    extra += [f"--given {name}" for name in TRAINING if generates and name in settings.given]
+    missing = [_option(name) for name in needed if getattr(settings, name) is None]
+    asked = f"meshwright plan: --phases {','.join(settings.phases)}"
+    if extra:
+        leave = f"leave out {', '.join(extra)}"
+        fix = f"{leave}: all sequences are generated" if generates else f"pass --phases train,generate, or {leave}"
+        raise UsageError(f"{asked} with {extra[0]}\n  fix: {fix}")
+    if missing:
+        raise UsageError(f"{asked} without {missing[0]}\n  fix: pass {', '.join(missing)}")
 
 
 def _option(name: str) -> str:

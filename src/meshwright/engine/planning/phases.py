@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -55,8 +55,9 @@ def plan_both_phases(
 
 def check_phases(phases: object) -> bool:
     """True for training and generation, False for training alone. Raises SearchError for other phases."""
-    if phases == PHASES or phases == PHASES[:1]:
-        return phases == PHASES
+    found = tuple(cast("list[object]", phases)) if isinstance(phases, list) else phases
+    if found in (PHASES, PHASES[:1]):
+        return found == PHASES
     raise SearchError(
         f"mw.plan with phases={phases!r:.60}",
         "other phases, or another order",

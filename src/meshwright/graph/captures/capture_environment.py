@@ -249,7 +249,7 @@ class CaptureEnvironment:
         with unrecorded(), self.mode, torch.no_grad():
             try:
                 out = op(*fake_args, **fake_kwargs)
-            except DataDependent:
+            except Exception:  # it needs numbers, has no form for fake tensors, or also fails on the real ones
                 return False
             return any(x.untyped_storage().nbytes() > LARGE for x in tensors_in(out))
 
@@ -337,9 +337,13 @@ class CaptureEnvironment:
 
 
 def _may_be_large(leaves: Sequence[Any]) -> bool:
-    """True if a result may have more than `LARGE` bytes; all sizes and numbers of elements bound it."""
-    sizes = (x.numel() if isinstance(x, Tensor) else abs(x) if type(x) is int else 1 for x in leaves)
-    return prod(max(size, 1) for size in sizes) * WIDEST > LARGE
+    """True if a result may have more than `LARGE` bytes.
+
+    The product of all sizes and numbers of elements bounds it, or the square of one of them (`eye`, `diag`).
+    """
+    sizes = [x.numel() if isinstance(x, Tensor) else abs(x) if type(x) is int else 1 for x in leaves]
+    most = max(prod(max(size, 1) for size in sizes), max(sizes, default=1) ** 2)
+    return most * WIDEST > LARGE
 
 
 def _needs_numbers(op: Operator, args: TorchValue, kwargs: TorchValue) -> bool:

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules with two chunks per rank in a V, whose first rank has the first and the last chunk, and waves.
+"""Zero-bubble schedules whose chunks go down and up the ranks: in one V, or in several (Wave).
 
 V-Half and V-Min repeat one building block every six units. The places of its four passes determine the lifetime of an
 activation, and so the number of activations held (Qi et al., arXiv 2405.15362).
@@ -53,7 +53,7 @@ def zb_v(ranks: int, microbatches: int, times: Times | None = None) -> Schedule:
 
 
 def wave(ranks: int, microbatches: int, chunks: int = 4, times: Times | None = None) -> Schedule:
-    """Chunks in several Vs, so that every other turn needs no message; it holds what 1F1B holds (arXiv 2308.15762)."""
+    """Chunks in several Vs, without messages at turns; holds at most p microbatches, as 1F1B (arXiv 2308.15762)."""
     require_counts("Wave", ranks, microbatches)
     require("Wave", chunks >= 1, f"{chunks} chunks per rank", "each rank needs a chunk", "pass chunks=4")
     backwards = [(ActionKind.BACKWARD_INPUT, place) for place in range(chunks)]

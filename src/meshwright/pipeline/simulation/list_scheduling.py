@@ -50,6 +50,10 @@ class _Table:
         self.done = {(kind, c): 0 for kind in _ORDER for c in range(len(way))}
         self.held = [0.0] * self.ranks
         self.needed_bytes = {c: self._needed_bytes(c, way[c]) for c in range(len(way))}
+        self.arrivals: dict[tuple[ActionKind, int], float | None] = {}
+        """Kind and chunk → the time at which the inputs of the next such action are there, if it is known."""
+        for c in range(len(way)):
+            self._note_arrivals(c)
 
     def _needed_bytes(self, chunk: int, rank: int) -> float:
         """Return the memory that must be free for a forward: its own, and that of one forward of each later chunk."""
@@ -80,24 +84,32 @@ class _Table:
         self.done[action.kind, action.chunk] += 1
         self.held[rank] += self._change(action)
         self.clock.run(rank, action)
+        for c in (action.chunk - 1, action.chunk, action.chunk + 1):
+            if 0 <= c < len(self.needed_bytes):
+                self._note_arrivals(c)
+
+    def _note_arrivals(self, chunk: int) -> None:
+        """Note the arrivals of a chunk, which change with the actions of its neighbours and with its own."""
+        rank = self.shape.ways[0][chunk]
+        for kind in _ORDER:
+            action = Action(kind, self.done[kind, chunk], chunk)
+            self.arrivals[kind, chunk] = None if action.microbatch >= self.m else self.clock.arrival(rank, action)
 
     def _next(self, rank: int) -> tuple[float, int, Action] | None:
         """Return (start, urgency, action) of the next action of the rank; None if no action is ready."""
         found: list[tuple[float, int, Action]] = []
         for place, c in enumerate(self.own[rank]):
             for kind in _ORDER:
-                action = Action(kind, self.done[kind, c], c)
-                start = self._start(rank, action)
-                if start is not None:
-                    found.append((start, self.urgency.get((kind, place), len(self.urgency)), action))
+                arrival = self.arrivals[kind, c]
+                if arrival is not None and self._fits(rank, kind, c):
+                    urgency = self.urgency.get((kind, place), len(self.urgency))
+                    start = max(self.clock.free[rank], arrival)
+                    found.append((start, urgency, Action(kind, self.done[kind, c], c)))
         return min(found, default=None)
 
-    def _start(self, rank: int, action: Action) -> float | None:
-        if action.microbatch >= self.m:
-            return None
-        if action.kind is ActionKind.FORWARD and self.held[rank] + self.needed_bytes[action.chunk] > self.limits[rank]:
-            return None
-        return self.clock.start(rank, action)
+    def _fits(self, rank: int, kind: ActionKind, chunk: int) -> bool:
+        """True if the rank has memory for an action; only forwards take memory."""
+        return kind is not ActionKind.FORWARD or self.held[rank] + self.needed_bytes[chunk] <= self.limits[rank]
 
 
 _ORDER = (ActionKind.BACKWARD_INPUT, ActionKind.FORWARD, ActionKind.BACKWARD_WEIGHT)

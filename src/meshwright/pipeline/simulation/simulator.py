@@ -152,14 +152,19 @@ class Clock:
 
     def start(self, rank: int, action: Action) -> float | None:
         """Return the earliest start of an action on a rank; None if an event that it needs has not happened yet."""
-        start = self.free[rank]
+        arrival = self.arrival(rank, action)
+        return None if arrival is None else max(self.free[rank], arrival)
+
+    def arrival(self, rank: int, action: Action) -> float | None:
+        """Return the time at which a rank has all inputs of an action; None if one of them is not computed yet."""
+        arrival = 0.0
         for atom in action.atoms:
             for event in needs(self.schedule, atom):
                 if event not in self._ended:
                     return None
                 hop = crossed(self.schedule, event, atom, rank)
-                start = max(start, self._ended[event] + (self.times.message(*hop) if hop else 0.0))
-        return start
+                arrival = max(arrival, self._ended[event] + (self.times.message(*hop) if hop else 0.0))
+        return arrival
 
     def run(self, rank: int, action: Action) -> TimedAction:
         """Run the action at its earliest start."""

@@ -45,15 +45,15 @@ def plan_phases(
 ) -> tuple[PhasePlan, ...]:
     """Return plans for steps that generate, train on all rows and move the weights, on all ranks; fastest first.
 
-    Each has other layouts. Every pair of a plan of training and a sampler's layout is considered. `given` fixes fields
-    of the plan of training, as in `choose`.
+    No two plans have the same layouts. Every pair of a plan of training and a sampler's layout is considered. `given`
+    fixes fields of the plan of training, as in `choose`.
 
     Raises:
         SearchError: a size or a given field is not valid, the model has no price yet, or no pair fits. The message
             names the nearest size that fits.
     """
     check_model(model)
-    check_sizes("a plan", ranks=ranks)
+    check_sizes("a plan", 1, ranks=ranks)
     pairs = _Pairs(model, cluster, ranks, generation, software)
     try:
         found = choose(
@@ -172,12 +172,13 @@ class _Pairs:
 
 def _assumptions(software: Software) -> Iterator[str]:
     """Yield what the predictions assume."""
-    host = Habits().host[0]
+    parts, host = " and ".join(sorted(software.graphs)), seconds_text(Habits().host[0])
+    starts = f"device graphs start {parts}" if parts else f"the host starts a layer in {host} or more"
     yield "both phases run on all ranks, one after the other; the weights move once in each step"
     yield "a step trains once on each row; rewards, a critic and a reference model take no time and no memory"
     yield "no row ends before its last new token; weights and cache have 16 bits"
     yield "the states of training stay while the model generates; the sampler's own weights are freed while it trains"
-    yield f"each decode step reads the cache of all positions, and the host starts a layer in {seconds_text(host)}"
+    yield f"each decode step reads the cache of all positions, and {starts}"
     yield f"each rank receives only what it lacks, with messages of at most {size(software.bucket)} at a time"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import log2
+from math import gcd, log2
 
 import numpy as np
 import torch
@@ -107,8 +107,6 @@ KNOWN_RECIPES: Mapping[str, Recipe] = {
 
 DEGREES = ("tp", "pp", "cp", "chunks", "sequence_parallel", "schedule", "microbatch", "recompute")
 """Fields of a plan that a recipe decides for a model of another size too."""
-OTHER_KIND = 6.0
-"""Distance, in doublings, between a model with experts and one without."""
 
 
 def nearest_recipes(
@@ -116,11 +114,13 @@ def nearest_recipes(
 ) -> list[tuple[str, PricedPlan]]:
     """Return the names of the nearest recipes, with their plans for this model, its work and its ranks, priced.
 
-    Recipes whose degrees do not divide the model, the batch or the ranks are left out.
+    Models with experts take the recipes of such models, and others those of others. Recipes whose degrees do not divide
+    the model, the batch or the ranks are left out.
     """
     found: dict[Plan, tuple[str, PricedPlan]] = {}
-    for name in sorted(KNOWN_RECIPES, key=lambda name: _distance(KNOWN_RECIPES[name], model, plan, there)):
-        recipe = KNOWN_RECIPES[name]
+    alike = {name: x for name, x in KNOWN_RECIPES.items() if (x.model.experts is None) == (model.experts is None)}
+    for name in sorted(alike, key=lambda name: _distance(alike[name], model, plan, there)):
+        recipe = alike[name]
         theirs = _adapted(recipe, model, plan, there)
         if theirs is None or theirs in found:
             continue
@@ -146,20 +146,22 @@ def _distance(recipe: Recipe, model: Transformer, plan: Plan, there: Cluster) ->
         (known.device.available, there.device.available),
         tuple(rates),
     )
-    kinds = (recipe.model.experts is None) != (model.experts is None)
-    return sum(abs(log2(a / b)) for a, b in pairs) + OTHER_KIND * kinds
+    return sum(abs(log2(a / b)) for a, b in pairs)
 
 
 def _adapted(recipe: Recipe, model: Transformer, plan: Plan, there: Cluster) -> Plan | None:
-    """Return the plan of a recipe for another model, or None if its degrees do not divide the model or its work."""
+    """Return the plan of a recipe for another model, or None if its degrees do not divide the model or its work.
+
+    If there are fewer replicas than in the recipe, experts are divided over fewer ranks.
+    """
     own = recipe.plan
     dp, rest = divmod(plan.ranks, own.tp * own.pp * own.cp)
-    if rest or not dp:
+    if rest:
         return None
     has_copies, has_stages = dp * own.cp > 1, own.pp > 1
     zero = 0 if not has_copies else min(own.zero, 1) if has_stages else own.zero
     given = {name: getattr(own, name) for name in DEGREES}
-    given |= {"dp": dp, "zero": zero, "ep": own.ep if model.experts else 1}
+    given |= {"dp": dp, "zero": zero, "ep": gcd(own.ep, dp * own.cp * own.tp)}
     work = plan.batch, plan.sequence, plan.precision
     if next(candidates(model, plan.ranks, *work, there.per_node, given), None) is None:
         return None

@@ -203,6 +203,7 @@ def _recipes(model: Transformer, plan: Plan, cluster: Cluster, software: Softwar
     own = _spent(model, plan, cluster, software, by_table=False)
     for name, priced in nearest_recipes(model, plan, cluster, software):
         changed = differences(plan, priced.plan) or "the same plan"
+        changed += ", does not fit" if priced.nbytes > usable_memory(cluster) else ""
         why = slower_parts(own, _spent(model, priced.plan, cluster, software, by_table=False))
         yield OtherPlan(f"{name}: {changed}", priced.seconds, priced.nbytes, why)
 

@@ -105,7 +105,7 @@ def choose(
         SearchError: a size or a given field is not valid, or no plan fits. The message says what is missing.
     """
     begin = time.monotonic()
-    check_sizes("a plan", ranks=ranks, batch=batch, sequence=sequence)
+    check_sizes("a plan", 1, ranks=ranks, batch=batch, sequence=sequence)
     memory_limit = usable_memory(cluster)
     best: list[PricedPlan] = []
     others: list[PricedPlan] = []

@@ -69,7 +69,7 @@ SCHEDULE_FACTS = {
     "Wave": ScheduleFacts((0.5, 0.5, 0.0), lambda p, m, v, r: p, None, True, 2**11, 6),
     "DualPipe-V": ScheduleFacts((1.0, 0.0, 0.0), lambda p, m, v, r: p + 0.5, 2, True, fits=_twice),
 }
-"""Schedule → its facts. The bubbles of V-Half and V-Min are rough: they only decide which tables are simulated."""
+"""Schedule → its facts. The bubbles of V-Half, V-Min and Wave are rough: they only decide what is simulated."""
 DOUBLE = frozenset({"ZB-2p", "ZB-H2"})
 """Schedules with twice as many microbatches in flight as ranks."""
 
