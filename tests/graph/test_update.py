@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from hashlib import sha256
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import adagrad
 
 import meshwright as mw
 from meshwright.graph import Program, capture, map_values, name_of, record_update
@@ -91,6 +91,7 @@ def test_an_equal_step_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _replaced_function(optimizer: Any, patch: pytest.MonkeyPatch) -> None:
+    adagrad: Any = import_module("torch.optim.adagrad")
     plain = adagrad._single_tensor_adagrad
 
     def decayed(params: list[torch.Tensor], *rest: Any, **options: Any) -> None:

@@ -119,7 +119,11 @@ class _TreeTotals(_Totals):
 
     def sums(self) -> Known:
         """Return the sums; those of several sources are added up in the order of the step."""
-        return {v: reduce(add, (tree.total() for tree in trees.values())) for v, trees in self._trees.items()}
+        found: Known = {}
+        for v, trees in self._trees.items():
+            terms = [x for tree in trees.values() if (x := tree.total()) is not None]
+            found[v] = reduce(add, terms)
+        return found
 
 
 class PipelineRun:
