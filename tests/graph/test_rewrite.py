@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshwright.graph import (
     Conversion,
+    Draft,
     Edit,
     Input,
     Node,
@@ -581,3 +582,10 @@ def test_rules_and_passes_are_registered_in_a_line() -> None:
         register_rewrite(Rewrite("addcmul of mine", FMA.find, FMA.put), into="test of registration")
     with pytest.raises(RewriteError, match="dataclass"):
         register_pass(type("Nameless", (Pass,), {}))
+
+
+def test_a_draft_notices_an_equal_option_of_another_type() -> None:
+    draft = Draft(program(lambda x, y: x.add(y, alpha=1) + x.add(y, alpha=2)))
+    spot = next(spot for spot in draft if spot.kwargs.get("alpha") == 2)
+    draft.set_args(spot, spot.args, {"alpha": 2.0})
+    assert [type(node.kwargs["alpha"]) for node in draft.finish().nodes if "alpha" in node.kwargs][-1] is float

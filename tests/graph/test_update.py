@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from hashlib import sha256
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import meshwright as mw
 from meshwright.graph import Program, capture, map_values, name_of, record_update
 from meshwright.graph.update import optimizer_update
 from meshwright.graph.update.known_steps import KNOWN_STEPS
+from meshwright.spmd.rules.rule_table import RULES
 
 _OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     name: (name, {})
@@ -46,7 +49,11 @@ class _Net(nn.Module):
         return self.last(x)
 
 
-def _update_of(name: str, repeats: bool, monkeypatch: pytest.MonkeyPatch) -> Program:
+Change = Callable[[Any, pytest.MonkeyPatch], None]
+"""Change of an optimizer or of torch before a recording."""
+
+
+def _update_of(name: str, repeats: bool, monkeypatch: pytest.MonkeyPatch, change: Change = lambda *_: None) -> Program:
     kind, options = _CASES[name]
     net = _Net()
     optimizer = getattr(torch.optim, kind)(net.parameters(), lr=0.1, **options)
@@ -56,6 +63,7 @@ def _update_of(name: str, repeats: bool, monkeypatch: pytest.MonkeyPatch) -> Pro
     with monkeypatch.context() as patch:
         if not repeats:
             patch.setattr(optimizer_update, "repeated", lambda *_: None)
+        change(optimizer, patch)
         return record_update(optimizer, names, trained, {}, 0, 1)
 
 
@@ -80,6 +88,46 @@ def test_an_equal_step_is_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert set(constants[0]).isdisjoint(constants[1])
     _update_of("Adam", True, monkeypatch)
     assert len(KNOWN_STEPS) > len(known)
+
+
+def _replaced_function(optimizer: Any, patch: pytest.MonkeyPatch) -> None:
+    adagrad: Any = import_module("torch.optim.adagrad")
+    plain = adagrad._single_tensor_adagrad
+
+    def decayed(params: list[torch.Tensor], *rest: Any, **options: Any) -> None:
+        for p in params:
+            p.mul_(0.5)
+        plain(params, *rest, **options)
+
+    patch.setattr(adagrad, "_single_tensor_adagrad", decayed)
+
+
+CHANGES: dict[str, Change] = {
+    "a default that the step reads": lambda optimizer, _: optimizer.defaults.update(initial_accumulator_value=0.5),
+    "a function of the module": _replaced_function,
+    "a method of tensors": lambda _, patch: patch.setattr(torch.Tensor, "addcdiv_", torch.Tensor.addcmul_),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_step_is_recorded_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorded(change: Change = lambda *_: None) -> Any:
+        found = _update_of("Adagrad", True, monkeypatch, change)
+        return _written(found), [(i.name, i.first) for i in found.inputs if i.role != "constant"]
+
+    KNOWN_STEPS.clear()
+    expected = recorded(CHANGES[name])
+    KNOWN_STEPS.clear()
+    unchanged = recorded()
+    assert recorded(CHANGES[name]) == expected != unchanged
+    assert recorded() == unchanged
+
+
+def test_a_registered_rule_discards_recorded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    _update_of("SGD", True, monkeypatch)
+    assert KNOWN_STEPS
+    mw.register_rule("aten.mm", RULES["aten.mm"])
+    assert not KNOWN_STEPS
 
 
 @pytest.mark.parametrize("name", sorted(_CASES.keys() - REFUSED))

@@ -34,7 +34,7 @@ def check_kernels() -> None:
                     "the contract needs products whose elements depend on their own row and column only",
                     "use another build of torch, such as one with MKL and oneDNN",
                 )
-        pads_contraction("cpu", dtype)
+        pads_contraction("cpu", dtype)  # memoized now: inside a capture, products are fake
 
 
 @lru_cache(maxsize=64)

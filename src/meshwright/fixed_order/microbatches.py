@@ -33,7 +33,7 @@ _part: ContextVar[_Part | None] = ContextVar("microbatch", default=None)
 
 @contextmanager
 def one_of_microbatches(batches: Sequence[TorchValue]) -> Generator[None]:
-    """Sum gradients over the batch as a part of these microbatches inside the context.
+    """Sum gradients inside the context as those of one of these microbatches.
 
     Raises:
         SameNumbersError: the microbatches are not 1, 2, 4 or 8 of one size, or their rows are sharded.
@@ -93,7 +93,7 @@ class MicrobatchTree:
         self._sums[first, width] = term
 
     def total(self) -> Tensor | None:
-        """Return the sum; microbatches without a term count as zero. None if there is no term."""
+        """Return the sum of the terms that were added; None if there are none."""
         return self._sum_of(0, 1 << (self._count - 1).bit_length())
 
     def _sum_of(self, first: int, width: int) -> Tensor | None:

@@ -79,8 +79,10 @@ class SameNumbers(TorchFunctionMode):
     def _backward(self, name: str, func: Callable[..., Any], args: TorchValue, named: TorchValue) -> TorchValue:
         """Return the result of a function that runs a backward pass; calls that a checkpoint repeats are in the block.
 
-        Raises SameNumbersError in a capture, whose program would hold the sums of unsharded tensors.
+        Raises SameNumbersError for gradients of gradients, and in a capture, whose program would hold the sums of
+        unsharded tensors.
         """
+        calls.check_exact(name, args, named)
         if in_capture():
             raise refusal(
                 f"{name} in the forward pass of a program", "its sums would ignore the layouts of the program"

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint import current_world
 from meshwright.engine import check_equal_options, unshard_dtensor
-from meshwright.fixed_order import SameNumbers
-from meshwright.graph import modes_on
+from meshwright.fixed_order import in_same_numbers
 from meshwright.tensor import DistTensor
 from meshwright.weights import is_compared, release, restore, version_to_sample
 
@@ -167,7 +166,7 @@ class Sampler:
         `same_numbers` refuses the write of a step at positions that differ between rows.
         """
         gains_nothing = not self._is_distributed and request.n == 1 and count == len(request.rows)
-        if gains_nothing or any(isinstance(mode, SameNumbers) for mode in modes_on()):
+        if gains_nothing or in_same_numbers():
             return None
         slots = slots_for(self.model, _device_of(self.model), self._runs, request, count)
         return None if slots is None else SlotLoop(slots, request, self.ask_every).run()

@@ -21,7 +21,6 @@ from torch._ops import OpOverload
 from torch._subclasses import fake_impls, fake_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental import symbolic_shapes
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -29,7 +28,7 @@ from torch.utils._python_dispatch import (
 )
 
 from meshwright.layout import TorchValue
-from meshwright.tensor import grouped_product
+from meshwright.tensor import active_function_modes, grouped_product
 
 Operator = OpOverload
 """An ATen operator overload; its class and `_schema` have no public name."""
@@ -75,7 +74,7 @@ is_autocast_on: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled
 
 def modes_on() -> tuple[Any, ...]:
     """Return the active function modes and dispatch modes of this thread, outermost first."""
-    return (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    return (*active_function_modes(), *_get_current_dispatch_mode_stack())
 
 
 def dispatch_modes() -> tuple[Any, ...]:

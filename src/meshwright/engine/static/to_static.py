@@ -277,7 +277,7 @@ class DistModel:
     def _is_of_one_size(self) -> bool:
         """True if a program fits only the sizes that it was recorded with.
 
-        So it is with compiled kernels, a split batch, replays, or sums whose pieces depend on the sizes.
+        Compiled kernels, split batches, replays, and sums whose pieces depend on sizes need fixed sizes.
         """
         in_pieces = self.strategy.merge is not None or self.strategy.pipeline.enable
         trains_alike = self.mode == "train" and (in_pieces or self.strategy.cuda_graph)

@@ -19,7 +19,7 @@ from .guards import Guards, PassComparison, ReadSlots, check_repeatable, side_ef
 from .object_kinds import global_hooks
 from .reachable_slots import OPTIMIZER, OWN, STEP_HOOKS
 from .slots import is_plain
-from .trusted_libraries import is_trusted, is_trusted_call
+from .trusted_libraries import is_installed_file, is_trusted, is_trusted_call
 from .value_descriptions import class_text, code_text, described
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "described",
     "executed_code",
     "global_hooks",
+    "is_installed_file",
     "is_plain",
     "is_trusted",
     "is_trusted_call",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,9 +44,13 @@ class Spot:
     def node(self) -> Node:
         """The node as it is now, as a part of a program: the original one if it did not change."""
         was = self.original
-        if was is not None and was.op is self.op and was.args is self.args and was.kwargs == self.kwargs:
+        if was is not None and was.op is self.op and was.args is self.args and self._has_options(was.kwargs):
             return was
         return Node(self.op, self.args, self.kwargs, self.out, self.origin)
+
+    def _has_options(self, options: Mapping[str, Any]) -> bool:
+        """True if the keyword arguments are these objects: equal ones, such as 1 and 1.0, may have other results."""
+        return self.kwargs.keys() == options.keys() and all(self.kwargs[key] is x for key, x in options.items())
 
     @property
     def outs(self) -> tuple[Value, ...]:

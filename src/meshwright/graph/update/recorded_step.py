@@ -92,13 +92,13 @@ class OptimizerStep:
             return self._recorded_now(trained, states)
         layouts = [(self.shards.get(i.name), self.is_moved(i)) for i in trained]
         key = key, self.rank, self.size, tuple(layouts), self.scaling
-        if key not in KNOWN_STEPS:
+        found: Recorded | None = KNOWN_STEPS.get(key)
+        if found is None:
             found = self._recorded_now(trained, states)
             if not can_be_known(found.program):
                 return found
             KNOWN_STEPS[key] = found
-        known: Recorded = KNOWN_STEPS[key]
-        return replace(known, program=with_own_constants(known.program))
+        return replace(found, program=with_own_constants(found.program))
 
     def _recorded_now(self, trained: Sequence[Input], states: Mapping[StateKey, Any]) -> Recorded:
         """Record the update of the parameters `trained`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -118,11 +119,11 @@ class _TreeTotals(_Totals):
 
     def sums(self) -> Known:
         """Return the sums; those of several sources are added up in the order of the step."""
-        return {v: reduce(_sum, (tree.total() for tree in trees.values())) for v, trees in self._trees.items()}
-
-
-def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    return x if y is None else y if x is None else x + y
+        found: Known = {}
+        for v, trees in self._trees.items():
+            terms = [x for tree in trees.values() if (x := tree.total()) is not None]
+            found[v] = reduce(add, terms)
+        return found
 
 
 class PipelineRun:

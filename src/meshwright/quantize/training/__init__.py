@@ -2,7 +2,6 @@
 
 fake_quantization   FakeQuantizedLinear, `prepare_qat`: training with the rounded numbers of a scheme
 float8_products     products of two matrices that are rounded to float8 numbers
-torch_hooks         the private name of torch that training needs
 float8_linear       Float8Linear, `convert_to_float8_training`: such products in both passes of a linear layer
 """
 

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
 from torch.autograd.function import once_differentiable
 
-from meshwright.fixed_order import same_numbers
+from meshwright.fixed_order import in_same_numbers, same_numbers
 from meshwright.layout import TorchValue
 
 from .._errors import QuantizeError
 from .._layers import change_class, is_linear, matches, no_layer
 from .._quantize import check_module
 from .float8_products import GRADIENT, Recipe, float8_product
-from .torch_hooks import in_same_numbers
 
 
 class _Product(torch.autograd.Function):
@@ -32,7 +31,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: TorchValue, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.recipe, ctx.fixed_order = recipe, in_same_numbers()
+        ctx.recipe = recipe
+        ctx.fixed_order = not torch.compiler.is_compiling() and in_same_numbers()  # torch.compile does not trace it
         return float8_product(x, weight.t(), recipe)
 
     @staticmethod
