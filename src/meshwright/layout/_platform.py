@@ -122,8 +122,10 @@ def _attention_of_cuda(device: torch.device) -> frozenset[str]:
     return frozenset({EFFICIENT, FLASH} if has_flash else {EFFICIENT})
 
 
-TENSORWISE, ROWWISE = "tensorwise", "rowwise"
-"""Scales of a product of float8 matrices: one for each matrix, or one for each row and each column."""
+TENSORWISE = "tensorwise"
+"""Scales of a product of float8 matrices: one for each matrix."""
+ROWWISE = "rowwise"
+"""Scales of a product of float8 matrices: one for each row of the first, and one for each column of the second."""
 
 
 def no_float8(_: torch.device) -> frozenset[str]:
