@@ -74,6 +74,7 @@ def test_processes_receive_while_their_hosts_go_on(tmp_path: Path, monkeypatch: 
     (_, races), (found, more_races) = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert races == more_races == 0
     assert found["firsts"] == [float(n + tag) for n in range(program.ROUNDS) for tag in range(program.MESSAGES)]
+    assert found["one tag"] == [[1.0] * 3, [program.OF_HOST] * 3]
     assert found["lasts"] == [2.0 * (program.ROUNDS + tag) for tag in range(program.MESSAGES)]
     assert "rank 0 calls send(float32, (4,), tag 0)" in found["error"]
     assert found["is nan"]

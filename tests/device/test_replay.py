@@ -67,6 +67,20 @@ def test_a_replay_allocates_only_the_result(mesh_device: Devices) -> None:
     mw.simulate(run_on_devices(program), 1)
 
 
+def test_a_learning_rate_in_a_tensor_may_change_between_replays(mesh_device: Devices) -> None:
+    def program(device: torch.device) -> None:
+        rate = torch.tensor(0.01, device=device)
+        step = _step(nn.Tanh(), device, lr=rate, capturable=True)
+        for _ in range(3):
+            step()
+        rate.mul_(0.5)
+        with mesh_device.counting() as counted:
+            step()
+        assert counted.counts.allocations == 1  # the result of a replay
+
+    mw.simulate(run_on_devices(program), 1)
+
+
 def test_a_graph_runs_only_in_replays(mesh_device: Devices) -> None:
     assert has_graphs(torch.device(DEVICE))
     x = torch.ones(3, device=DEVICE)

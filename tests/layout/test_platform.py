@@ -137,6 +137,12 @@ def test_an_accelerator_without_a_device_is_none(monkeypatch: pytest.MonkeyPatch
     assert default_transport() == "nccl"
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
+def test_a_gpu_without_a_driver_has_no_signal() -> None:
+    make = next(each.signal for each in BUILT_IN if each.device_type == "cuda")
+    assert make is None or make(torch.device("cuda")) is None
+
+
 def test_the_page_has_every_field_of_a_platform() -> None:
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "bring-your-device.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| `")]

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.tensor import fast_products, product, sum_with_product
+from meshwright.tensor import fast_products, has_fast_products, product, sum_with_product
 from meshwright.tensor.execution import few_row_products, row_kernel
 from meshwright.tensor.execution.few_row_products import FEW, linear
 
@@ -22,6 +23,10 @@ WIDTHS = [(130, 130), (512, 67), (64, 512), (257, 300)]
 def one_thread() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+def _raise_no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
 
 
 def products(x: Tensor, w: Tensor, bias: Tensor) -> list[Tensor]:
@@ -58,8 +63,26 @@ def test_other_kernels_than_those_of_torch_are_used_only_where_they_are_chosen(
     with fast_products(is_fast):
         with torch.no_grad():
             product(x, w.t())
-        product(x, w.t()), product(x.double(), w.double().t())
+        product(x, w.t())
+        product(x.double(), w.double().t())
     assert calls == [1] * is_known
+
+
+def test_torch_multiplies_where_the_kernel_does_not_fit() -> None:
+    x, w = torch.randn(2, 256), torch.randn(256, 256)
+    with torch.no_grad(), fast_products(True):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert linear(x, w).dtype is product(x, w).dtype is torch.bfloat16
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            linear(x[:, 1:], w)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert linear(mode.from_tensor(x), w).shape == (2, 256)
+
+
+def test_a_process_with_several_threads_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_fast_products()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert not has_fast_products()
 
 
 def test_a_kernel_is_compiled_once_for_the_user_and_not_without_a_compiler(
@@ -75,9 +98,17 @@ def test_a_kernel_is_compiled_once_for_the_user_and_not_without_a_compiler(
     made = first[0].stat().st_mtime_ns
     assert files() == first
     assert first[0].stat().st_mtime_ns == made
+    first[0].unlink()
+    first[0].write_bytes(b"a broken file")
+    assert files() == first
     first[0].parent.chmod(0o777)  # others may have put a kernel there
     first[0].write_bytes(b"no kernel")
     assert files() == first
+    with monkeypatch.context() as patch:
+        patch.delenv("XDG_CACHE_HOME")
+        patch.setattr(Path, "home", _raise_no_home)
+        row_kernel.row_kernel.cache_clear()
+        assert row_kernel.row_kernel() is not None
     for name, value in (("PATH", str(tmp_path)), ("MESHWRIGHT_KERNELS", "off")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)

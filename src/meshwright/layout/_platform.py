@@ -84,9 +84,12 @@ class HostSignal(Protocol):
 
 
 class _CudaSignal:
-    """A signal in pinned memory, which streams read by a function of the driver."""
+    """A signal in pinned memory, which streams read by a function of the driver.
 
-    def __init__(self, device: torch.device) -> None:
+    Raises OSError or AttributeError without such a driver.
+    """
+
+    def __init__(self) -> None:
         self._number = torch.zeros(1, dtype=torch.int32, device=CPU, pin_memory=True)
         self._wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
 
@@ -101,6 +104,16 @@ class _CudaSignal:
 
     def reach(self, number: int) -> None:
         self._number.fill_(number)
+
+
+def _cuda_signal(device: torch.device) -> HostSignal | None:
+    """Return a signal for a GPU; None if its driver has no waits for memory, or refuses them."""
+    try:
+        signal = _CudaSignal()
+        signal.wait(torch.accelerator.current_stream(device), 0)  # the number from the start
+    except (OSError, AttributeError, RuntimeError):
+        return None
+    return signal
 
 
 FLASH = "flash"
@@ -179,7 +192,8 @@ class Platform:
         set_generator_state: function that sets this state.
         counts_memory: True if `torch.accelerator` has the statistics of allocated memory.
         pins_memory: True if memory of the host can be pinned, so that copies need no wait.
-        signal: function that makes a `HostSignal` of a device. Without one, the host waits for messages of pipelines.
+        signal: function that makes a `HostSignal` of a device, or returns None if the device cannot wait for one.
+            Without a signal, the host waits for messages of pipelines.
         autocast_dtypes: dtypes of `torch.autocast`.
         product_dtypes: dtypes of matrix products that `meshwright profile` measures.
         asserts: True if torch always has the kernel of `torch.ops.aten._assert_async` for the type. Programs that are
@@ -199,7 +213,7 @@ class Platform:
     set_generator_state: Callable[[Tensor, torch.device], object] = field(default=set_module_state, repr=False)
     counts_memory: bool = True
     pins_memory: bool = True
-    signal: Callable[[torch.device], HostSignal] | None = field(default=None, repr=False)
+    signal: Callable[[torch.device], HostSignal | None] | None = field(default=None, repr=False)
     autocast_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     product_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
     asserts: bool = False
@@ -233,7 +247,7 @@ BUILT_IN = (
     Platform(
         "cuda",  # ROCm too, by torch's names
         transport="nccl",
-        signal=None if torch.version.hip else _CudaSignal,
+        signal=None if torch.version.hip else _cuda_signal,
         asserts=True,
         attention=_attention_of_cuda,
         float8=_float8_of_cuda,

@@ -86,7 +86,8 @@ class Guard:
         self._receive_call: CommCall | None = None
         self._late: dict[int, CommCall] = {}
         """Rank → the message from it for which a thread waits."""
-        self._awaits_late = False
+        self._awaited_peers: tuple[int, ...] = ()
+        """Ranks without whose messages in `_late` this rank does not go on."""
         self._last: CommCall | None = None
         self._calls = 0
         self._present = Order.FIRST
@@ -118,8 +119,8 @@ class Guard:
 
     def _awaited_messages(self) -> list[CommCall]:
         """Return the messages without which this rank does not go on."""
-        own = [] if self._receive_call is None else [self._receive_call]
-        return own + (list(self._late.values()) if self._awaits_late else [])
+        late = [self._late.get(peer) for peer in self._awaited_peers]
+        return [call for call in (self._receive_call, *late) if call is not None]
 
     def before(self, call: CommCall, lags: bool = False) -> None:
         """Compare `call` with the peers' calls; return when all peers are about to make it, or earlier with `lags`.
@@ -180,13 +181,13 @@ class Guard:
         self._last, self._call, self._present = self._call, None, Order.FIRST
 
     @contextmanager
-    def awaiting_late(self) -> Generator[None]:
-        """Count this rank, inside the block, as waiting for the messages for which threads wait."""
-        self._awaits_late = True
+    def awaiting_late(self, peers: tuple[int, ...]) -> Generator[None]:
+        """Count this rank, inside the block, as waiting for the messages from these ranks for which threads wait."""
+        self._awaited_peers = peers
         try:
             yield
         finally:
-            self._awaits_late = False
+            self._awaited_peers = ()
 
     def wait_for_message(self, call: CommCall, limit: float, is_late: bool = False) -> Message:
         """Return the message of a receive, within `limit` seconds.

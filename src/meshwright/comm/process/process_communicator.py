@@ -249,8 +249,7 @@ class ProcessCommunicator(QueuedCommunicator):
             out = torch.empty(shape, dtype=dtype, device=device)
             late.queue(out, lambda: self._message_of(call, noted, is_late=True))
             return out
-        if late is not None:
-            late.drain()  # earlier messages may have the same tag
+        self._await_late(call.message[0])  # earlier messages may have the same tag
         data = self._message_of(call, noted)
         if _has_streams(device) and platform_of(device).pins_memory:
             data = data.pin_memory()
@@ -263,11 +262,19 @@ class ProcessCommunicator(QueuedCommunicator):
             return None
         found = self._late.get(peer)
         if found is None or found.device != device:
-            if found is not None:
-                found.drain()
+            self._await_late(peer)
             signal, fail = platform.signal(device), self._guard.meetings.fail
+            if signal is None:
+                return None
             found = self._late[peer] = LateMessages(peer, device, signal, self.streams, fail)
         return found
+
+    def _await_late(self, *peers: int) -> None:
+        """Wait until the threads have received all messages from these ranks, or have failed to."""
+        late = [self._late[peer] for peer in peers if peer in self._late]
+        with self._guard.awaiting_late(peers):
+            for each in late:
+                each.drain()
 
     def _message_of(self, call: CommCall, noted: NotedCall, is_late: bool = False) -> Tensor:
         """Wait for the message of a receive, and return its bytes."""
@@ -296,9 +303,7 @@ class ProcessCommunicator(QueuedCommunicator):
             raise
 
     def _settle(self) -> None:
-        with self._guard.awaiting_late():
-            for late in self._late.values():
-                late.drain()
+        self._await_late(*self._late)
         self._guard.meetings.settle()
 
     @contextmanager

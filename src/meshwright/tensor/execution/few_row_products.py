@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .row_kernel import row_kernel
 
@@ -48,8 +48,8 @@ def fast_products(is_fast: bool) -> Generator[None]:
 
 
 def has_fast_products() -> bool:
-    """True if this process has the kernel."""
-    return row_kernel() is not None
+    """True if this process has the kernel, and one thread."""
+    return torch.get_num_threads() == 1 and row_kernel() is not None
 
 
 def products_are_fast() -> bool:
@@ -79,15 +79,20 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _product(x: Tensor, w: Tensor) -> Tensor | None:
     """Return the product of rows [..., k] and the transpose of a matrix [n, k]; None if torch computes it."""
-    if x.dtype is not torch.float32 or w.dtype is not torch.float32 or x.device.type != "cpu" or w.dim() != 2:
+    if not _has_values(x) or not _has_values(w) or w.dim() != 2:
         return None
-    if torch.is_grad_enabled() or torch.get_num_threads() > 1:
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.get_num_threads() > 1:
         return None
     n, k = w.size()
-    if n * k < _SMALL or w.stride(1) != 1 or not 0 < x.numel() <= FEW * k:
+    if n * k < _SMALL or w.stride(1) != 1 or x.size()[-1:] != (k,) or not 0 < x.numel() <= FEW * k:
         return None
     kernel = row_kernel()
     assert kernel is not None
     rows, out = x.contiguous(), x.new_empty(*x.size()[:-1], n)
     kernel(rows.data_ptr(), w.data_ptr(), out.data_ptr(), rows.numel() // k, n, k, k, w.stride(0))
     return out
+
+
+def _has_values(x: Tensor) -> bool:
+    """True if the kernel can read the numbers of the tensor from memory. A subclass may keep them elsewhere."""
+    return x.dtype is torch.float32 and x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter)

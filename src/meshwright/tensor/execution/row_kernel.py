@@ -53,7 +53,9 @@ def _in_folder() -> Kernel:
         with TemporaryDirectory() as apart:
             return _loaded(_compiled(compiler, Path(apart) / "kernel.so"))
     path = folder / f"row-products-{_key(compiler)}.so"
-    return _loaded(path if path.exists() else _compiled(compiler, path))
+    with suppress(OSError, AttributeError):  # there is no such file, or it is broken
+        return _loaded(path)
+    return _loaded(_compiled(compiler, path))
 
 
 def _compiler() -> str:
@@ -74,12 +76,12 @@ def _key(compiler: str) -> str:
 
 def _own_folder() -> Path | None:
     """Return the folder of the user's kernels, made if needed; None if it is not the user's alone."""
-    cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache_folder / "meshwright" / "kernels"
     try:
+        cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = cache_folder / "meshwright" / "kernels"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         about = folder.lstat()
-    except (OSError, RuntimeError):  # there is no home
+    except (OSError, RuntimeError):  # there is no home, or none to write to
         return None
     is_own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
     return folder if is_own and os.access(folder, os.W_OK) else None

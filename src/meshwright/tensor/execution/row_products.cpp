@@ -10,6 +10,11 @@ namespace {
 typedef float Lanes __attribute__((vector_size(64)));
 typedef float Unaligned __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int Order __attribute__((vector_size(64)));
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else  // g++ has the other function only since version 12
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Order{__VA_ARGS__})
+#endif
 constexpr int64_t WIDTH = 16;
 constexpr int ROWS = 8, COLUMNS = 3;  // 24 sums, 3 vectors of the matrix and one of the rows are 28 of 32 registers
 
@@ -21,24 +26,24 @@ struct Rows {
 Lanes load(const float* at) { return *reinterpret_cast<const Unaligned*>(at); }
 
 float total(Lanes x) {
-  x += __builtin_shuffle(x, Order{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
-  x += __builtin_shuffle(x, Order{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
-  x += __builtin_shuffle(x, Order{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
+  x += SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  x += SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  x += SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
   return x[0] + x[1];
 }
 
 // The sums of 2 vectors in 2 groups of 8 lanes, then of 2 such vectors in 4 groups of 4, then in 8 groups of 2
 Lanes in_eights(Lanes a, Lanes b) {
-  return __builtin_shuffle(a, b, Order{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}) +
-         __builtin_shuffle(a, b, Order{8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
+  return SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+         SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
 }
 Lanes in_fours(Lanes a, Lanes b) {
-  return __builtin_shuffle(a, b, Order{0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}) +
-         __builtin_shuffle(a, b, Order{4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31});
+  return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+         SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
 }
 Lanes in_twos(Lanes a, Lanes b) {
-  return __builtin_shuffle(a, b, Order{0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29}) +
-         __builtin_shuffle(a, b, Order{2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31});
+  return SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+         SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
 }
 
 // totals[m] = total(x[m]), with the same order of additions
