@@ -55,9 +55,7 @@ def test_the_command_line_overrides_the_options_of_a_file(tmp_path: Path) -> Non
     assert (settings.steps, settings.processes, settings.mesh, settings.ranks) == (3, False, None, 2)
 
 
-def test_the_file_may_have_required_options_and_arguments(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_file_may_have_required_options_and_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(
         tmp_path, 'model = "config.json"\ncluster = "8xH100"\nbatch = 8\nsequence = 64\n[given]\ntp = 2\nzero = 1\n'
     )
