@@ -208,9 +208,12 @@ class Calibration:
             trial = {**state, **changed, **_scaled(state, weights, torch.mul, factors)}
             if self._is_same(module, trial, calls, seen):
                 state = trial
-                prefix = f"{stage}." if stage else ""
-                self.parameters |= {f"{prefix}{key}": x for key, x in changed.items()}
+                self._change_parameters(stage, changed)
         return state
+
+    def _change_parameters(self, stage: str, changed: Mapping[str, Tensor]) -> None:
+        prefix = f"{stage}." if stage else ""
+        self.parameters |= {f"{prefix}{key}": x for key, x in changed.items()}
 
     def _factors(self, group: Group, weights: list[Tensor], seen: Observed) -> Tensor | None:
         """Return the factors of a group by the method; None if AWQ finds no better ones than 1."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -24,18 +24,22 @@ def data(account: Account, measured: Mapping[str, float] | None = None) -> dict[
         "why": list(account.why),
         "throughput": asdict(account.throughput) if account.throughput else None,
         "assumed": list(account.assumed),
-        "changes": [asdict(row) for row in account.changes],
-        "recipes": [asdict(row) for row in account.recipes],
+        "changes": _rows(account.changes),
+        "recipes": _rows(account.recipes),
         "spent": dict(account.spent),
         "held": {rank: dict(parts) for rank, parts in account.held.items()},
-        "tensors": [asdict(row) for row in account.laid],
-        "communications": [asdict(row) for row in account.sent],
-        "instead": [asdict(row) for row in account.rivals],
-        "memory": [asdict(curve) for curve in account.curves],
+        "tensors": _rows(account.laid),
+        "communications": _rows(account.sent),
+        "instead": _rows(account.rivals),
+        "memory": _rows(account.curves),
     }
     if account.timeline is not None:
         found["timeline"] = _timeline(account.timeline)
     return {**found, "measured": dict(measured)} if measured else found
+
+
+def _rows(rows: Iterable[Any]) -> list[dict[str, Any]]:
+    return [asdict(row) for row in rows]
 
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from meshwright.cli.console.files import write_text
 from meshwright.cli.console.output import print_json, print_text
@@ -18,8 +19,7 @@ def check_options(settings: argparse.Namespace) -> None:
     """Raise UsageError if a size of the asked phases is missing, or one is given that the phases do not have."""
     generates = settings.phases == ("train", "generate")
     needed, others = (GENERATION, TRAINING) if generates else (TRAINING, (*GENERATION, "samples"))
-    extra = [_option(name) for name in others if getattr(settings, name) is not None]
-    extra += [f"--given {name}" for name in TRAINING if generates and name in settings.given]
+    extra = _unused_options(settings, others)
     missing = [_option(name) for name in needed if getattr(settings, name) is None]
     asked = f"meshwright plan: --phases {','.join(settings.phases)}"
     if extra:
@@ -28,6 +28,12 @@ def check_options(settings: argparse.Namespace) -> None:
         raise UsageError(f"{asked} with {extra[0]}\n  fix: {fix}")
     if missing:
         raise UsageError(f"{asked} without {missing[0]}\n  fix: pass {', '.join(missing)}")
+
+
+def _unused_options(settings: argparse.Namespace, others: Sequence[str]) -> list[str]:
+    """Return the options that are set, of these."""
+    given = [f"--given {name}" for name in others if name in settings.given]
+    return [_option(name) for name in others if getattr(settings, name) is not None] + given
 
 
 def _option(name: str) -> str:

@@ -68,11 +68,7 @@ def _one_action_at_a_time(table: Schedule) -> Schedule:
 def _makers(problem: Problem) -> list[Callable[[], Schedule]]:
     p, m, way, v = problem.ranks, problem.microbatches, problem.way, len(problem.way) // problem.ranks
     if (way,) == linear(p):
-        caps = sorted({limit for limit in problem.microbatch_limits if limit != inf} | {float(p), 2.0 * p})
-        return [
-            *(lambda make=make: make(p, m) for make in (gpipe, one_f_one_b, eager_one_f_one_b, zb_h1, zb_h2)),
-            *(lambda c=c: zero_bubble("ZB", p, m, c, problem.times, problem.memory) for c in caps),
-        ]
+        return _linear_makers(problem)
     if (way,) == looped(p, v):
         makes = (interleaved_one_f_one_b, looped_bfs, interleaved_zero_bubble)
         return [lambda make=make: make(p, m, v) for make in makes]
@@ -82,6 +78,15 @@ def _makers(problem: Problem) -> list[Callable[[], Schedule]]:
     if (way,) == zigzag(p, v):
         return [lambda: wave(p, m, v, problem.times)]
     return []
+
+
+def _linear_makers(problem: Problem) -> list[Callable[[], Schedule]]:
+    p, m = problem.ranks, problem.microbatches
+    caps = sorted({limit for limit in problem.microbatch_limits if limit != inf} | {float(p), 2.0 * p})
+    return [
+        *(lambda make=make: make(p, m) for make in (gpipe, one_f_one_b, eager_one_f_one_b, zb_h1, zb_h2)),
+        *(lambda c=c: zero_bubble("ZB", p, m, c, problem.times, problem.memory) for c in caps),
+    ]
 
 
 def in_groups(problem: Problem, size: int) -> Schedule:
