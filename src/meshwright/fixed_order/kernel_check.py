@@ -22,19 +22,33 @@ def check_kernels() -> None:
     """Compare products with those of their rows and columns; once for each process.
 
     Raises:
-        SameNumbersError: an element of a product depends on other rows or columns.
+        SameNumbersError: an element of a product in float32 depends on other rows or columns.
     """
-    for dtype in CHECKED:
-        for sizes in SIZES:
-            if not _is_separable(*_operands(sizes, dtype)):
-                m, k, n = sizes
-                raise SameNumbersError(
-                    f"same_numbers() on {dtype}",
-                    f"torch {torch.__version__}, whose product of ({m}, {k}) and ({k}, {n}) differs from its parts",
-                    "the contract needs products whose elements depend on their own row and column only",
-                    "use another build of torch, such as one with MKL and oneDNN",
-                )
-        pads_contraction("cpu", dtype)  # memoized now: inside a capture, products are fake
+    for sizes in SIZES:
+        if not _is_separable(*_operands(sizes, torch.float32)):
+            m, k, n = sizes
+            raise SameNumbersError(
+                "same_numbers() on torch.float32",
+                f"torch {torch.__version__}, whose product of ({m}, {k}) and ({k}, {n}) differs from its parts",
+                "the contract needs products whose elements depend on their own row and column only",
+                "use another build of torch, such as one with MKL and oneDNN",
+            )
+    for dtype in CHECKED:  # memoized now: inside a capture, products are fake
+        pads_contraction("cpu", dtype_of_products("cpu", dtype))
+
+
+@lru_cache(maxsize=64)
+def dtype_of_products(device: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which products of numbers of `dtype` are computed.
+
+    It is float32 for float16, and for bfloat16 on a processor whose kernels compute an element from other rows or
+    columns too, such as one without AVX-512.
+    """
+    if dtype == torch.float16:
+        return torch.float32
+    if device != "cpu" or dtype != torch.bfloat16:
+        return dtype
+    return dtype if all(_is_separable(*_operands(sizes, dtype)) for sizes in SIZES) else torch.float32
 
 
 @lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .kernel_check import CONTRACTED, ROWS, pads_contraction
+from .kernel_check import CONTRACTED, ROWS, dtype_of_products, pads_contraction
 
 MOST_PIECES = 8
 
@@ -74,8 +74,8 @@ def accurate(x: Tensor) -> Tensor:
 
 def product_of_pieces(x: Tensor, w: Tensor, pieces: int) -> Tensor:
     """Return `x @ w`, for `x` (..., m, k) and `w` (..., k, n) of equal leading dims; k has `pieces` pieces here."""
-    if x.dtype == torch.float16:
-        x, w = x.float(), w.float()  # kernels of float16 compute an element from other columns too
+    dtype = dtype_of_products(x.device.type, x.dtype)
+    x, w = x.to(dtype), w.to(dtype)
     (m, k), n = x.shape[-2:], w.shape[-1]
     size = k // pieces
     rest = -size % CONTRACTED if pads_contraction(x.device.type, x.dtype) else 0
