@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.quantize import QuantizedLinear, Scheme
@@ -116,3 +116,15 @@ def test_a_static_program_has_the_values_of_the_eager_mode() -> None:
             torch.testing.assert_close(mw.unshard_dtensor(found), mw.unshard_dtensor(model(x)), rtol=0, atol=0)
 
     mw.simulate(program, 2)
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("convert", [mw.quantize, mw.prepare_qat], ids=["quantize", "prepare_qat"])
+def test_a_layer_with_a_forward_of_its_own_stays(convert: Any) -> None:
+    model = convert(nn.Sequential(nn.Linear(8, 8), Doubled(8, 8)), "int8")
+    assert type(model[0]) is not nn.Linear
+    assert type(model[1]) is Doubled

@@ -104,6 +104,8 @@ def test_a_parametrized_layer_keeps_its_parametrization() -> None:
 def test_bad_requests_are_refused() -> None:
     with pytest.raises(QuantizeError, match="needs calibration data"):
         mw.prepare_qat(perceptron(), "fp8")
+    with pytest.raises(QuantizeError, match="float8 tensorwise"):
+        mw.prepare_qat(mw.convert_to_float8_training(perceptron()), INT3)
     model: Any = mw.prepare_qat(perceptron(), INT3)
     assert all(isinstance(model[at], FakeQuantizedLinear) for at in (0, 2, 4))
     with pytest.raises(QuantizeError, match="trained for weights int3"):

@@ -18,6 +18,11 @@ from ._scheme import Scheme
 Layers = dict[str, nn.Linear]
 """Name → layer, in the order of the model."""
 
+
+class RoundedLinear(nn.Linear):
+    """A linear layer that trains an exact weight, and computes with rounded numbers."""
+
+
 _CONTENTS = {"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"}
 """The attributes of every module that hold its tensors and its modules; the others are its hooks and its mode."""
 
@@ -39,7 +44,8 @@ def layers_of(model: nn.Module, scheme: Scheme) -> Layers:
 def select_layers(model: nn.Module, scheme: Scheme) -> Layers:
     """Return the linear layers that the scheme quantizes; their weights may be on the meta device.
 
-    A layer whose weight another module uses too, such as an output layer that is tied to the embedding, is left out.
+    A layer whose weight another module uses too, such as an output layer that is tied to the embedding, is left out,
+    and so is a layer whose class has a `forward` of its own.
 
     Raises:
         QuantizeError: there is none, the model is quantized already, or the rows of a layer do not fit.
@@ -49,7 +55,8 @@ def select_layers(model: nn.Module, scheme: Scheme) -> Layers:
     found: Layers = {
         name: module
         for name, module in model.named_modules()
-        if is_linear(module) and id(module.weight) not in shared and is_target(name, module, scheme)
+        if is_linear(module) and computes_as_linear(module)
+        if id(module.weight) not in shared and is_target(name, module, scheme)
     }
     if not found:
         raise no_layer(model, scheme.targets, scheme.ignore)
@@ -60,6 +67,11 @@ def select_layers(model: nn.Module, scheme: Scheme) -> Layers:
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """True for a linear layer that computes with its own weight; attention of torch reads its output layer's weight."""
     return isinstance(module, nn.Linear) and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
+def computes_as_linear(layer: nn.Linear) -> bool:
+    """True unless the class of a layer has a `forward` of its own, which a quantized layer would not call."""
+    return isinstance(layer, RoundedLinear) or type(layer).forward is nn.Linear.forward
 
 
 def shared_weights(model: nn.Module) -> set[int]:
@@ -99,7 +111,7 @@ def refuse_quantized(model: nn.Module) -> None:
 
 def no_layer(model: nn.Module, targets: tuple[str, ...], ignore: tuple[str, ...]) -> QuantizeError:
     """Return the error for patterns that match no linear layer."""
-    names = [name for name, module in model.named_modules() if is_linear(module)]
+    names = [name for name, module in model.named_modules() if is_linear(module) and computes_as_linear(module)]
     near = [close for target in targets for close in get_close_matches(target, names, 1)]
     shown = ", ".join((near or names)[:3]) or "no linear layer"
     return QuantizeError(
@@ -160,7 +172,7 @@ def _check_groups(layers: Layers, scheme: Scheme) -> None:
         )
 
 
-def change_class(layer: nn.Linear, new: type[nn.Linear]) -> None:
+def change_class(layer: nn.Linear, new: type[RoundedLinear]) -> None:
     """Give a layer another class, in place.
 
     The class of a parametrized layer has properties that compute its parameters. They stay.

@@ -8,7 +8,7 @@ from math import prod
 
 from torch import Tensor, nn
 
-from ._layers import is_linear, is_target, select_layers, shared_weights
+from ._layers import computes_as_linear, is_linear, is_target, select_layers, shared_weights
 from ._scheme import Scheme
 from ._stored_weight import stored_dtypes, stored_shapes
 
@@ -61,6 +61,8 @@ def outline(model: nn.Module, scheme: Scheme) -> Outline:
 def _reason(name: str, layer: nn.Linear, scheme: Scheme, shared: set[int]) -> str:
     if is_target(name, layer, scheme) and id(layer.weight) in shared:
         return "another module uses its weight"
+    if not computes_as_linear(layer):
+        return "its class has a forward of its own"
     return "the scheme leaves it out"
 
 

@@ -5,43 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.fixed_order import SameNumbersError
-from meshwright.graph import Pass
-from meshwright.passes import (
-    Bucket,
-    Cancel,
-    Foreach,
-    InPlace,
-    Linear,
-    OverlapSchedule,
-    Recompute,
-    Regather,
-    Release,
-    Scatter,
-    SequenceParallel,
-    ShardParameters,
-    Share,
-    Tidy,
-)
 
 from .strategy import Strategy
-
-KEEPING: tuple[type[Pass], ...] = (
-    Bucket,
-    Cancel,
-    Foreach,
-    InPlace,
-    Linear,
-    OverlapSchedule,
-    Recompute,
-    Regather,
-    Release,
-    Scatter,
-    SequenceParallel,
-    ShardParameters,
-    Share,
-    Tidy,
-)
-"""Passes that keep the order of every sum that is left in a program of fixed sums: none of them is a pending sum."""
 
 
 def check_fixed_sums(strategy: Strategy) -> None:
@@ -70,4 +35,4 @@ def _changing(strategy: Strategy) -> Iterator[str]:
         yield "pipeline.asynchronous"
     if not strategy.full_graph:
         yield "full_graph=False"
-    yield from (f"passes with {p.name!r}" for p in strategy.passes if not isinstance(p, KEEPING))
+    yield from (f"passes with {p.name!r}" for p in strategy.passes if not p.keeps_sums)

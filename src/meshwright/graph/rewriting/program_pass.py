@@ -25,11 +25,13 @@ class Pass(ABC):
     """A transformation of programs. `run` returns the new program; calling the pass also verifies both programs.
 
     `deep` runs every operator of the new program on fake tensors to check the stated shapes and dtypes. `on` says which
-    programs the pass is for: "captured" (the model on one device) or "recorded" (the program of each rank).
+    programs the pass is for: "captured" (the model on one device) or "recorded" (the program of each rank). A pass with
+    `keeps_sums` keeps the order of every sum, so it may run inside `mw.same_numbers()`.
     """
 
     name: ClassVar[str] = ""
     on: ClassVar[Literal["captured", "recorded"]] = "recorded"
+    keeps_sums: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, program: Program) -> Program:

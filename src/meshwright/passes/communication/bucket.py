@@ -49,6 +49,7 @@ class Bucket(Pass):
     """
 
     name: ClassVar[str] = "bucket"
+    keeps_sums: ClassVar[bool] = True
     bytes: int = 25 * MIB
     alone: int | None = None
 

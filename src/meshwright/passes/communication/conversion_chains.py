@@ -36,6 +36,7 @@ class Cancel(Pass):
     """
 
     name: ClassVar[str] = "cancel"
+    keeps_sums: ClassVar[bool] = True
 
     def run(self, program: Program) -> Program:
         draft = Draft(program)

@@ -68,6 +68,7 @@ class Linear(Pass):
     """
 
     name: ClassVar[str] = "linear"
+    keeps_sums: ClassVar[bool] = True
 
     def run(self, program: Program) -> Program:
         draft = Draft(program)

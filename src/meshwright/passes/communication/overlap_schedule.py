@@ -49,6 +49,7 @@ class OverlapSchedule(Pass):
     """Overlap collectives with operators on `cluster`, with at most `memory` bytes (default: the device's memory)."""
 
     name: ClassVar[str] = "schedule"
+    keeps_sums: ClassVar[bool] = True
     cluster: Cluster = field(default_factory=lambda: cluster_of("H100"))
     memory: float | None = None
     windows: tuple[int, ...] = WINDOWS

@@ -42,6 +42,7 @@ class Scatter(Pass):
     """
 
     name: ClassVar[str] = "scatter"
+    keeps_sums: ClassVar[bool] = True
 
     def run(self, program: Program) -> Program:
         draft = Draft(program)

@@ -34,6 +34,7 @@ class Release(Pass):
     """Run the update of each parameter as soon as its gradient is available."""
 
     name: ClassVar[str] = "release"
+    keeps_sums: ClassVar[bool] = True
 
     def run(self, program: Program) -> Program:
         refuse_writing(program, repr(self))

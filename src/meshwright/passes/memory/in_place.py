@@ -44,6 +44,7 @@ class InPlace(Pass):
     """Write results over operands that are read for the last time; with `inputs`, also over updated inputs."""
 
     name: ClassVar[str] = "in_place"
+    keeps_sums: ClassVar[bool] = True
     inputs: bool = True
 
     def run(self, program: Program) -> Program:

@@ -54,6 +54,7 @@ class Recompute(Pass):
     """
 
     name: ClassVar[str] = "recompute"
+    keeps_sums: ClassVar[bool] = True
     policy: tuple[str, ...] = ()
     budget: float | None = None
     communication: bool = False

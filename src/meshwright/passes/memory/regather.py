@@ -31,6 +31,7 @@ class Regather(Pass):
     """
 
     name: ClassVar[str] = "regather"
+    keeps_sums: ClassVar[bool] = True
 
     def run(self, program: Program) -> Program:
         draft = Draft(program)

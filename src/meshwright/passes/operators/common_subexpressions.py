@@ -46,6 +46,7 @@ class Share(Pass):
     """
 
     name: ClassVar[str] = "share"
+    keeps_sums: ClassVar[bool] = True
     local: bool = True
     phases: bool = False
 

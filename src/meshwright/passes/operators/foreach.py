@@ -116,6 +116,7 @@ class Foreach(Pass):
     """Merge groups of at least `least` operators of the update, which then runs after all other nodes of the step."""
 
     name: ClassVar[str] = "foreach"
+    keeps_sums: ClassVar[bool] = True
     least: int = 2
 
     def run(self, program: Program) -> Program:

@@ -68,3 +68,4 @@ class Tidy(RulePass):
     """Remove operators without effect, and double transposes."""
 
     name: ClassVar[str] = "tidy"
+    keeps_sums: ClassVar[bool] = True

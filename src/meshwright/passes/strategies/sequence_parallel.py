@@ -92,6 +92,7 @@ class SequenceParallel(Pass):
 
     name: ClassVar[str] = "sequence_parallel"
     on: ClassVar[Literal["captured", "recorded"]] = "captured"
+    keeps_sums: ClassVar[bool] = True
     axis: str
     dim: int = 1
 

@@ -74,6 +74,7 @@ class ShardParameters(Pass):
     """
 
     name: ClassVar[str] = "shard_parameters"
+    keeps_sums: ClassVar[bool] = True
     axes: tuple[str, ...] | None = None
     least: int = 1024
 

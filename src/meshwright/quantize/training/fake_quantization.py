@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._errors import QuantizeError
-from .._layers import change_class, select_layers
+from .._layers import RoundedLinear, change_class, select_layers
 from .._quantize import check_module, scheme_of
 from .._rounding import nearest
 from .._scheme import NumberFormat, Scheme
 
 
-class FakeQuantizedLinear(nn.Linear):
+class FakeQuantizedLinear(RoundedLinear):
     """A linear layer that computes with its weight, and with its inputs if the scheme says so, as rounded numbers.
 
     The parameter keeps exact numbers. `mw.quantize` with the same scheme gives the codes of the rounded weight.
@@ -47,10 +47,12 @@ def prepare_qat(model: nn.Module, scheme: Scheme | str = "int8") -> nn.Module:
     """Prepare a model for quantization-aware training: its linear layers compute with rounded numbers.
 
     The model is returned. Its modules and parameters stay the same objects, so marks, hooks and optimizers stay valid,
-    and the call may come before or after them. Train the model, and pass it to `mw.quantize` with the same scheme.
+    and the call may come before or after them. Layers with a `forward` of their own stay as they are. Train the model,
+    and pass it to `mw.quantize` with the same scheme.
 
     Raises:
-        QuantizeError: the scheme does not exist, is calibrated, or does not fit a layer. The model is unchanged.
+        QuantizeError: the scheme does not exist, is calibrated, or does not fit a layer; or a layer trains with float8
+            products. The model is unchanged.
 
     >>> prepare_qat(nn.Sequential(nn.Linear(8, 4)), "int8-dynamic")[0]
     FakeQuantizedLinear(in_features=8, out_features=4, bias=True, weights int8, channel; inputs int8, token, dynamic)
@@ -64,7 +66,21 @@ def prepare_qat(model: nn.Module, scheme: Scheme | str = "int8") -> nn.Module:
             "numbers change in each step, so weights are rounded to the nearest numbers and inputs have dynamic scales",
             "use method='nearest' and dynamic inputs here; mw.quantize of the trained model may use another method",
         )
-    for layer in select_layers(model, chosen).values():
+    layers = select_layers(model, chosen)
+    for name, layer in layers.items():
+        _check_rounding(name, layer)
+    for layer in layers.values():
         change_class(layer, FakeQuantizedLinear)
         vars(layer)["scheme"] = chosen
     return model
+
+
+def _check_rounding(name: str, layer: nn.Linear) -> None:
+    """Raise QuantizeError if a layer computes with rounded numbers of another kind."""
+    if isinstance(layer, RoundedLinear) and not isinstance(layer, FakeQuantizedLinear):
+        raise QuantizeError(
+            f"quantization-aware training of {name or 'a layer'}",
+            f"{layer!r}",
+            "a layer computes with rounded numbers of one kind",
+            f"prepare the original model, or leave the layer out: Scheme(..., ignore=({name!r},))",
+        )

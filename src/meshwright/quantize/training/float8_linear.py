@@ -15,7 +15,7 @@ from meshwright.fixed_order import in_same_numbers, same_numbers
 from meshwright.layout import TorchValue
 
 from .._errors import QuantizeError
-from .._layers import change_class, is_linear, matches, no_layer
+from .._layers import RoundedLinear, change_class, computes_as_linear, is_linear, matches, no_layer
 from .._quantize import check_module
 from .float8_products import GRADIENT, Recipe, float8_product
 
@@ -61,7 +61,7 @@ def _order_of_forward_pass(fixed: bool) -> Generator[None]:
         yield
 
 
-class Float8Linear(nn.Linear):
+class Float8Linear(RoundedLinear):
     """A linear layer that multiplies float8 numbers; its parameters and results keep their dtype."""
 
     recipe: Recipe
@@ -93,7 +93,7 @@ def convert_to_float8_training(
     With "tensorwise", a matrix has one scale, and gradients are float8_e5m2. With "rowwise", each row and each column
     has a scale, and all numbers are float8_e4m3fn: more exact, and slower. Patterns are those of `Scheme`. Modules and
     parameters stay the same objects, so marks, hooks and optimizers stay valid, and the call may come before or after
-    them. Layers with a `forward` of their own stay as they are.
+    them. Layers with a `forward` of their own, and those of `prepare_qat`, stay as they are.
 
     Raises:
         QuantizeError: there is no such recipe, or no such layer. The model is unchanged.
@@ -112,7 +112,7 @@ def convert_to_float8_training(
     layers = [
         module
         for name, module in model.named_modules()
-        if is_linear(module) and _computes_as_linear(module) and matches(name, module, targets)
+        if is_linear(module) and _may_change(module) and matches(name, module, targets)
         if not matches(name, module, ignore)
     ]
     if not layers:
@@ -123,5 +123,6 @@ def convert_to_float8_training(
     return model
 
 
-def _computes_as_linear(layer: nn.Linear) -> bool:
-    return type(layer).forward in (nn.Linear.forward, Float8Linear.forward)
+def _may_change(layer: nn.Linear) -> bool:
+    """True for a layer that computes with exact numbers, or with those of another recipe."""
+    return isinstance(layer, Float8Linear) or (computes_as_linear(layer) and not isinstance(layer, RoundedLinear))
