@@ -131,6 +131,7 @@ LINKS: Mapping[str, Link] = {
         _network("RoCE-400", 400),
         Link("EFA-400", 50 * GIGA, 75 * MICRO, reach=0.74, source="ml-engineering"),
         _network("Ethernet-100", 100),
+        Link("Gloo on one host", 1.5 * GIGA, 0.0, start=250 * MICRO, reach=1.0, source="benchmarks/all_reduce.py"),
         Link("memory of one host", 4.5 * GIGA, 0.0, start=35 * MICRO, reach=1.0, source="benchmarks/all_reduce.py"),
     )
 }
