@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from .row_kernel import row_kernel
 
-FEW = 32
-"""Most rows for which the kernel is faster."""
+FEW = 32 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 16
+"""Most rows for which the kernel is faster, by the width of the processor's vectors."""
 _SMALL = 2**14
 """Elements of a matrix below which the call of the kernel takes longer than the product."""
 

@@ -29,6 +29,7 @@ VARIABLE = "MESHWRIGHT_KERNELS"
 _SOURCE = Path(__file__).with_name("row_products.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
 _MOST_SECONDS = 60.0
+_VECTORS = {"AVX2", "AVX512"}
 _TYPES = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 5)
 
 Kernel = Callable[[int, int, int, int, int, int, int, int], None]
@@ -37,8 +38,8 @@ Kernel = Callable[[int, int, int, int, int, int, int, int], None]
 
 @cache
 def row_kernel() -> Kernel | None:
-    """Return the kernel; None without a compiler or without vectors of 512 bits, and if kernels are off."""
-    if os.environ.get(VARIABLE) == "off" or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    """Return the kernel; None without a compiler or without AVX2 or AVX-512, and if kernels are off."""
+    if os.environ.get(VARIABLE) == "off" or torch.backends.cpu.get_cpu_capability() not in _VECTORS:
         return None
     with suppress(OSError, AttributeError, subprocess.SubprocessError):
         return _in_folder()
