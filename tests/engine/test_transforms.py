@@ -35,7 +35,7 @@ def pulled_back(net: nn.Module, x: Tensor) -> Any:
 
 
 def after_assigned_gradients(net: nn.Module, x: Tensor) -> Any:
-    """Use gradients per sample twice, as a private optimizer does: the second time, `.grad` is a view on some meshes."""
+    """Use gradients per sample again after `p.grad = g`: on some meshes, `p.grad` is then a view of `g`."""
     state = {name: p.detach() for name, p in net.named_parameters()}
     for name, p in net.named_parameters():
         loss = vmap(grad(lambda state, row: functional_call(net, state, (row,)).square().sum()), (None, 0))
