@@ -67,6 +67,9 @@ class DistView(DistTensor):
         """The view that stores its call: this view, or the one whose memory this view shares."""
         return self if self._outside is None else self._outside
 
+    def _base_with_memory(self) -> DistTensor:
+        return base_of(self)
+
     def _read_again(self) -> None:
         _refresh(self._outer)
 

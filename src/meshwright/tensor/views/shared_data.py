@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from typing import TypeGuard
 from weakref import ref
 
 import torch
@@ -24,7 +25,7 @@ from meshwright.layout import Partial, ProcessMesh, Spec, TorchValue, layout_of,
 
 from .._errors import MemoryAccessError
 from ..conversion.convert import convert_local, move
-from ..conversion.distribute import redistribute
+from ..conversion.distribute import distribute_as
 from ..core.dist_tensor import DistTensor, as_part, plain_view
 from ..core.write_counts import note_counter
 from ..torch_hooks import FakeTensor, backward_running, is_dense, no_interception, shares_storage, tensors_on_storage
@@ -71,7 +72,7 @@ def is_temporary(new: Tensor) -> bool:
         return is_dense(new) and tensors_on_storage(new) == 1
 
 
-def is_on_other_mesh(x: DistTensor, new: TorchValue) -> bool:
+def is_on_other_mesh(x: DistTensor, new: TorchValue) -> TypeGuard[DistTensor]:
     """True if `new` is a tensor of another mesh, such as one of another pipeline stage."""
     return isinstance(new, DistTensor) and new._spec.mesh is not x._spec.mesh and not isinstance(new, FakeTensor)
 
@@ -90,7 +91,7 @@ def from_other_mesh(x: DistTensor, new: DistTensor, spec: Spec, is_alone: bool, 
     if here.rank in group and here.any_true(not is_alone, group):
         raise _mesh_error(x, f"y is {new._spec!r} on {new._spec.mesh!r}", asked)
     with torch.no_grad():
-        return redistribute(new.detach(), x._spec.mesh, spec.layout)
+        return distribute_as(new.detach(), x._spec.mesh, spec.layout)
 
 
 def put_data(x: DistTensor, new: Tensor, have: Spec, need: Spec) -> None:
