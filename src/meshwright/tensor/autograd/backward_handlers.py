@@ -271,7 +271,7 @@ def _write_gradient(x: DistTensor, grad: TorchValue) -> None:
         call_plain(_SET_PLAIN, _TYPES, (x, None), _NOTHING)
     elif interception_on():
         is_alone = isinstance(grad, Tensor) and is_temporary(grad)
-        if is_on_other_mesh(x, grad):
+        if is_on_other_mesh(grad, x):
             grad = from_other_mesh(x, grad, x._spec.dual(), is_alone, "x.grad")
         _set_grad(_SET_PLAIN, _TYPES, (x, grad), _NOTHING)
     else:

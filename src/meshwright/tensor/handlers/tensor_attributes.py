@@ -122,7 +122,7 @@ def _write_data(x: DistTensor, new: TorchValue) -> None:
     """
     if interception_on() and isinstance(new, Tensor):
         is_alone = is_temporary(new)
-        if is_on_other_mesh(x, new):
+        if is_on_other_mesh(new, x):
             new = from_other_mesh(x, new, _spec_of_data(x, spec_of(new, x._spec)), is_alone, "x.data")
         elif is_alone:
             new = _laid_like(x, new)

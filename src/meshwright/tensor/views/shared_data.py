@@ -72,7 +72,7 @@ def is_temporary(new: Tensor) -> bool:
         return is_dense(new) and tensors_on_storage(new) == 1
 
 
-def is_on_other_mesh(x: DistTensor, new: TorchValue) -> TypeGuard[DistTensor]:
+def is_on_other_mesh(new: TorchValue, x: DistTensor) -> TypeGuard[DistTensor]:
     """True if `new` is a tensor of another mesh, such as one of another pipeline stage."""
     return isinstance(new, DistTensor) and new._spec.mesh is not x._spec.mesh and not isinstance(new, FakeTensor)
 
