@@ -68,13 +68,15 @@ class _NotedOptions(NamedTuple):
 class _MadeTensors(threading.local):
     """The number of tensors that each line has made, the names of tensors by their numbers, and optimizers' options.
 
-    The options are those of each group of parameters, as they were noted last.
+    The options are those of each group of parameters, as they were noted last. `has_writes` is True once a call has
+    written to a leaf; optimizers write without such calls.
     """
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         self.labels: dict[int, str] = {}
         self.options: dict[tuple[type, int], _NotedOptions] = {}
+        self.has_writes = False
 
 
 _made = _MadeTensors()
@@ -154,11 +156,17 @@ def renumber_parameters(optimizer: Optimizer) -> None:
 
 
 def _note_writes_of_group(optimizer: Optimizer, at: int) -> int:
-    """Return the number of all writes to the parameters and states of a group, and note it as a fact."""
-    held = [x for p in optimizer.param_groups[at]["params"] for x in (p, *optimizer.state.get(p, {}).values())]
-    world = current_communicator().size
-    with no_interception():
-        found = hash(tuple(_writes_to_memory(x, world) for x in held))
+    """Return the number of all writes to the parameters and states of a group, and note it as a fact.
+
+    It is 0 if there were none, as on a rank that has not made any.
+    """
+    found = 0
+    if _made.has_writes:
+        held = [x for p in optimizer.param_groups[at]["params"] for x in (p, *optimizer.state.get(p, {}).values())]
+        world = current_communicator().size
+        with no_interception():
+            numbers = [_writes_to_memory(x, world) for x in held]
+        found = hash(tuple(numbers)) if any(numbers) else 0
     note_fact(f"checksum of the writes to parameters and states of group {at} of {type(optimizer).__name__}", found)
     return found
 
@@ -277,7 +285,8 @@ def _numbered(
 ) -> TorchValue:
     """Carry out a call as `DistTensor.__torch_function__` does, and number its results."""
     known, name, writes = _functions.get(func) or _register_function(func)
-    if writes and _begins_with_leaf(args):
+    writes_to_leaf = writes and _begins_with_leaf(args)
+    if writes_to_leaf:
         current_communicator().settle()
     before = call_purpose.what
     if len(args) == 2 and type(args[1]) is DistTensor and type(args[0]) is DistTensor and not kwargs:
@@ -288,7 +297,7 @@ def _numbered(
         out = _carry_out(cls, func, types, args, kwargs)
     finally:
         number, call_purpose.what = call_purpose.what[0], before  # which `note_drawing` may have changed
-    if writes or (kwargs and "out" in kwargs):
+    if writes_to_leaf or (kwargs and "out" in kwargs):
         _note_writes((args[:1], kwargs and kwargs.get("out")), number)
     if type(out) is DistTensor:
         out._number = number
@@ -303,6 +312,7 @@ _WRITES = "_meshwright_writes"
 
 def _note_writes(targets: TorchValue, number: int) -> None:
     """Make a call count in the number of the memories that it wrote to, also through a view or `x.data`."""
+    _made.has_writes = True
     with no_interception():
         for x in tensors_in(targets):
             if isinstance(x, DistTensor) and not isinstance(x, FakeTensor):
