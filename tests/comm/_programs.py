@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -223,6 +224,25 @@ def order_of_ends() -> list[str]:
     return [*ends, "call"]
 
 
+def calls_of_two_threads() -> list[str]:
+    """Return the errors of a rank whose thread waits in a call while the rank itself makes an equal one."""
+    ranks = current_communicator()
+    group, x, told = (0, 1, 2), torch.ones(2), list[str]()
+
+    def sums() -> None:
+        told.append(error_of(lambda: ranks.all_reduce(x, "sum", group)))
+
+    other = threading.Thread(target=sums, name="other")
+    if ranks.rank:
+        time.sleep(0.3)
+    other.start()
+    if not ranks.rank:
+        time.sleep(0.1)
+        sums()
+    other.join()
+    return told
+
+
 def deadlock() -> str:
     """Return the error of each rank if all wait in a ring."""
     pair = {0: (0, 1), 1: (1, 2), 2: (0, 2)}[current_communicator().rank]
@@ -247,6 +267,7 @@ def story_of_three(directory: Path) -> dict[str, object]:
         "late": warnings_of_a_slow_rank(),
         "calls": [str(call) for call in calls()],
         "ends": order_of_ends(),
+        "threads": calls_of_two_threads(),
     }
     last = deadlock()
     wait_for_all(directory)

@@ -84,6 +84,14 @@ def test_a_call_waits_for_the_work_that_was_begun_before(three: list[dict[str, A
     assert [found["ends"] for found in three] == [["work", "call"]] * 3
 
 
+def test_calls_of_two_threads_at_once_raise_in_both(three: list[dict[str, Any]]) -> None:
+    """Ranks would mix the values of different threads otherwise."""
+    told = three[0]["threads"]
+    assert len(told) == 2
+    assert all(each.startswith("CallError") and "thread 'other' of this rank is not finished" in each for each in told)
+    assert [found["threads"] for found in three[1:]] == [["no error"]] * 2
+
+
 def test_a_slow_rank_gives_a_warning(three: list[dict[str, Any]]) -> None:
     (told,) = three[0]["late"]
     assert "rank 1 is in no collective" in told

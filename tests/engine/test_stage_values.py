@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.comm import current_communicator
-from meshwright.tensor import MixedMeshError
+from meshwright.tensor import MemoryAccessError, MixedMeshError
 
 WIDTH = 6
 
@@ -317,3 +317,68 @@ def test_meshes_that_are_no_stages_are_refused() -> None:
             torch.add(one, other)
 
     mw.simulate(go, 2)
+
+
+Assigned = Callable[[nn.Parameter, nn.Parameter], list[Any]]
+
+
+def _data_of_a_temporary(early: Any, late: Any) -> list[Any]:
+    early.data, late.data = (late * 2).detach().clone(), (early + 1).detach().clone()
+    (late * late).sum().backward()
+    return [early.tolist(), late.tolist(), late.grad.tolist()]
+
+
+def _gradient_of_a_temporary(early: Any, late: Any) -> list[Any]:
+    early.grad, late.grad = late.detach() * 2, early.detach() * 3
+    (late * 3).sum().backward()
+    return [early.grad.tolist(), late.grad.tolist()]
+
+
+def _data_that_is_kept(early: Any, late: Any) -> list[Any]:
+    early.data = kept = late.detach().clone()
+    kept.add_(1)
+    return early.tolist()
+
+
+def _data_that_is_a_view(early: Any, late: Any) -> list[Any]:
+    flat = torch.cat([late, late]).detach()
+    early.data = flat[:3]
+    flat.add_(1)
+    return early.tolist()
+
+
+def _gradient_that_is_kept(early: Any, late: Any) -> list[Any]:
+    early.grad = kept = late.detach().clone()
+    kept.add_(1)
+    return early.grad.tolist()
+
+
+def _gradient_that_is_a_view(early: Any, late: Any) -> list[Any]:
+    flat = torch.cat([late, late]).detach()
+    early.grad = flat[:3]
+    flat.add_(1)
+    return early.grad.tolist()
+
+
+@pytest.mark.parametrize("assign", [_data_of_a_temporary, _gradient_of_a_temporary], ids=lambda f: f.__name__)
+def test_temporaries_of_another_stage_are_assigned_by_value(assign: Assigned) -> None:
+    torch.testing.assert_close(mw.simulate(lambda: assign(*_biases(True)), 2), [assign(*_biases(False))] * 2)
+
+
+@pytest.mark.parametrize(
+    "assign",
+    [_data_that_is_kept, _data_that_is_a_view, _gradient_that_is_kept, _gradient_that_is_a_view],
+    ids=lambda f: f.__name__,
+)
+def test_memory_of_another_stage_is_not_shared_silently(assign: Assigned) -> None:
+    with pytest.raises(MemoryAccessError, match="would share memory"):
+        mw.simulate(lambda: assign(*_biases(True)), 2)
+
+
+def _biases(in_stages: bool) -> list[nn.Parameter]:
+    """Return a parameter of the first stage and one of the second."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    if in_stages:
+        mw.split_pipeline(net, mw.ProcessMesh([0, 1], ["pp"]))
+    return [layer.bias for layer in net]  # pyright: ignore[reportReturnType] - Sequential's items are modules

@@ -34,12 +34,32 @@ def pulled_back(net: nn.Module, x: Tensor) -> Any:
     return out.sum() + pull(net(x) * 2)[0].square().sum()
 
 
+def after_assigned_gradients(net: nn.Module, x: Tensor) -> Any:
+    """Use gradients per sample again after `p.grad = g`: on some meshes, `p.grad` is then a view of `g`."""
+    state = {name: p.detach() for name, p in net.named_parameters()}
+    for name, p in net.named_parameters():
+        loss = vmap(grad(lambda state, row: functional_call(net, state, (row,)).square().sum()), (None, 0))
+        p.grad = loss(state, x.detach())[name].mean(0)
+        p.grad.mul_(2)
+    return net(x).square().sum() + sum((p * p.grad).sum() for p in net.parameters())
+
+
+def of_shared_memory(net: nn.Module, x: Tensor) -> Any:
+    """Use a parameter in a transform after a write to the tensor whose memory it shares."""
+    base = x.detach()[0, :4].clone()
+    net.bias.data = base
+    base.add_(1)
+    return vmap(grad(lambda row: net(row).square().sum()))(x.detach()).sum() + net(x).square().sum()
+
+
 PROGRAMS: dict[str, Fn] = {
     "vmap": lambda net, x: vmap(lambda row: net(row).tanh().sum())(x).square().sum() + net(x).sum(),
     "vmap of what is used beside": lambda net, x: vmap(lambda row: x)(x).square().sum(),
     "grad": lambda net, x: vmap(grad(lambda row: net(row).tanh().sum()))(x).square().sum(),
     "jacrev": lambda net, x: vmap(jacrev(lambda row: net(row).tanh()))(x).square().sum() * net(x).mean(),
     "per sample": per_sample,
+    "after assigned gradients": after_assigned_gradients,
+    "of shared memory": of_shared_memory,
     "vjp": pulled_back,
     "beside parts": lambda net, x: (vmap(lambda row: net(row).tanh())(x) * net(x)).square().mean(),
 }

@@ -1,7 +1,7 @@
 """Errors of communication between ranks, one class per cause.
 
 CommError
-├── CallError               a call that no rank can make: an unknown reduction, a group without the caller
+├── CallError               a call that no rank can make: an unknown reduction, calls of two threads at once
 ├── NoCommunicatorError     a collective without ranks
 ├── NestedSimulationError   simulate inside a simulated rank
 ├── DisagreementError       two ranks make different calls where both must make the same one
@@ -29,7 +29,7 @@ class CommError(MeshwrightError, RuntimeError):
 
 
 class CallError(CommError, ValueError):
-    """A call that no rank can make: an unknown reduction, mismatched pieces, or a group without the caller."""
+    """A call that no rank can make: an unknown reduction, mismatched pieces, or two threads at once."""
 
 
 class NoCommunicatorError(CommError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from meshwright.comm import ProcessCommunicator
 from meshwright.errors import MeshwrightError
 
 HIDDEN = 8
+WAYS = ("data", "state", "assigned", "detached", "view", "out")
+"""Ways to write to a parameter, or to a state."""
 
 
 class Run:
@@ -142,6 +145,29 @@ def frozen() -> None:
     run.optimizer.step()
 
 
+def written_alone(cut: mw.Placement, static: bool, way: str) -> None:
+    """Write to a parameter or a state on rank 1 alone; the next update finds it, not the next comparison."""
+    run = Run(cut, static)
+    for _ in range(2):
+        run.step()
+    p, state = run.first(), run.optimizer.state[run.first()]
+    if is_other():
+        with torch.no_grad():
+            if way == "data":
+                p.data.mul_(2)
+            elif way == "assigned":
+                p.data = p.data * 2
+            elif way == "detached":
+                p.detach().add_(1)
+            elif way == "view":
+                p.data.view(-1).add_(1)
+            elif way == "out":
+                torch.mul(p.data, 2, out=p.data)
+            elif way == "state":
+                state["exp_avg"].zero_()
+    run.step()
+
+
 def replayed() -> None:
     mw.check_steps(replay=1)
     run = Run(mw.Replicate(), static=True)
@@ -187,6 +213,14 @@ CASES: dict[str, Callable[[], object]] = {
     "not zeroed, whole": lambda: not_zeroed(mw.Replicate()),
     "not zeroed, cut": lambda: not_zeroed(mw.Shard(0)),
     "replayed": replayed,
+    **{
+        f"written by {way}, {'cut' if cut.is_shard() else 'whole'}, {'static' if static else 'eager'}": partial(
+            written_alone, cut, static, way
+        )
+        for static in (False, True)
+        for cut in (mw.Replicate(), mw.Shard(0))
+        for way in WAYS[: 2 if static else None]
+    },
 }
 
 

@@ -42,6 +42,13 @@ def test_a_fault_is_reported_on_both_ranks(two: list[dict[str, str]], case: str)
         assert all(word in found[case] for word in ERRORS[case]), found[case]
 
 
+def test_a_write_on_one_rank_is_an_error_before_the_next_update(two: list[dict[str, str]]) -> None:
+    for found in two:
+        written = {case: told for case, told in found.items() if case.startswith("written by")}
+        assert len(written) == 16
+        assert all(told.startswith("DisagreementError") for told in written.values()), written
+
+
 @pytest.mark.parametrize("case", ["clean", "left out", "written over"])
 def test_right_steps_give_no_error(two: list[dict[str, str]], case: str) -> None:
     assert [found[case] for found in two] == ["", ""]

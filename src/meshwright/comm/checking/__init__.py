@@ -8,6 +8,7 @@ call_frames       PendingCallFrames: frames of this rank's calls and those of it
 call_forecast     CallForecast: prediction of the next call from past calls
 comparison_order  ComparisonOrder: choice of the calls that are compared behind their transfer
 transfer_waits    TransferWaits: waits for peers in transfers that are not preceded by a comparison
+one_caller        OneCaller: an error if two threads of a rank make collectives at once
 call_guard        Guard: comparison of calls before a collective moves data
 watchdog          Watchdog: thread that detects a peer that ended or stopped while data moves
 """

@@ -43,6 +43,7 @@ from .._errors import CommError, DisagreementError, StragglerWarning
 from ..checking.call_forecast import CallForecast
 from ..checking.call_guard import Guard
 from ..checking.check_settings import Check
+from ..checking.one_caller import OneCaller
 from ..checking.rank_facts import RankFacts
 from ..checking.watchdog import Watchdog
 from ..communicators.call import CommCall, Group, Shape
@@ -88,6 +89,7 @@ class ProcessCommunicator(QueuedCommunicator):
         self._store: Store = open_store(place, limit)
         self._opened: dict[tuple[str | Opener, Group], Transport] = {}
         self._side = BackgroundThread()
+        self._caller = OneCaller()
         self._messages = Messages()
         self._guard = Guard(place.rank, check, self._messages, self._side, RankFacts(place.rank, self._store))
         self._record = Record(place)
@@ -292,8 +294,12 @@ class ProcessCommunicator(QueuedCommunicator):
             return super().any_true(flag, group)
         call = CommCall("any_true", "", None, (), (), group)
         self._side.drain()
-        with self.seen.note(call, 0), self._noted(call):
-            return self._guard.any_true(call, flag)
+        self._caller.begin(call)
+        try:
+            with self.seen.note(call, 0), self._noted(call):
+                return self._guard.any_true(call, flag)
+        finally:
+            self._caller.end()
 
     def settle(self) -> None:
         try:
@@ -324,6 +330,13 @@ class ProcessCommunicator(QueuedCommunicator):
         Conversions in the background finish before.
         """
         self._side.drain()
+        self._caller.begin(call)
+        try:
+            return self._carried_alone(call, carry, x)
+        finally:
+            self._caller.end()
+
+    def _carried_alone(self, call: CommCall, carry: Callable[[], T], x: Tensor | None) -> T:
         with self._noted(call) as noted:
             self._guard.before(call, lags=self._lags and x is not None and self._is_queued(x))
             noted.agreed = None if self._guard.is_behind else time.time()

@@ -28,7 +28,7 @@ from ..core.handler_registry import handles
 from ..torch_hooks import backward_running, call_plain, interception_on, no_interception
 from ..views.dist_view import any_reread_with_history
 from ..views.gathered_memory import release_memory
-from ..views.shared_data import read_shared
+from ..views.shared_data import from_other_mesh, is_on_other_mesh, is_temporary, read_shared
 from .assigned_gradients import assign, gradients_kept_up
 from .dual_gradient import alias_of, as_dual_local, dual_stamp
 from .graph_node import check_no_edges, edge_spec, own_edge
@@ -270,6 +270,9 @@ def _write_gradient(x: DistTensor, grad: TorchValue) -> None:
             forget(x)
         call_plain(_SET_PLAIN, _TYPES, (x, None), _NOTHING)
     elif interception_on():
+        is_alone = isinstance(grad, Tensor) and is_temporary(grad)
+        if is_on_other_mesh(grad, x):
+            grad = from_other_mesh(x, grad, x._spec.dual(), is_alone, "x.grad")
         _set_grad(_SET_PLAIN, _TYPES, (x, grad), _NOTHING)
     else:
         _SET_PLAIN(x, grad)

@@ -22,7 +22,7 @@ from ..core.tree import map_tensors, tensors_in
 from .checkpointed_moves import note_arrival
 from .distribute import redistribute
 
-_SEVERAL_MESHES = ("backward", "grad", "_make_dual", "_amp_", "_foreach_", "_fused_")
+_SEVERAL_MESHES = ("__set__", "backward", "grad", "_make_dual", "_amp_", "_foreach_", "_fused_")
 """Prefixes of names of functions whose tensors may be on several meshes."""
 _RENEWING = frozenset({"batch_norm", "native_batch_norm", "instance_norm"})
 """Functions that write to their second tensor without a name that shows it."""

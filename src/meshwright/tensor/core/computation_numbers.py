@@ -4,7 +4,8 @@ A tensor made from a plain one has the number of the line that made it. The numb
 function, its distributed operands and its plain numbers. The collectives of a call have that number too, also in the
 backward pass. So ranks that run their operators in another order detect it before they exchange wrong values
 (`comm.call_purpose`). A write to a view, or a result that autograd makes by itself, does not change a number; equal
-programs still have equal numbers.
+programs still have equal numbers. A memory has a number of its own, from all calls that wrote to it (`_note_writes`).
+Before an update, the numbers of parameters and states contain those of their memories.
 
 Simulated ranks, and a process that is alone, have no numbers.
 """
@@ -67,13 +68,15 @@ class _NotedOptions(NamedTuple):
 class _MadeTensors(threading.local):
     """The number of tensors that each line has made, the names of tensors by their numbers, and optimizers' options.
 
-    The options are those of each group of parameters, as they were noted last.
+    The options are those of each group of parameters, as they were noted last. `has_writes` is True once a call has
+    written to a leaf; optimizers write without such calls.
     """
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         self.labels: dict[int, str] = {}
         self.options: dict[tuple[type, int], _NotedOptions] = {}
+        self.has_writes = False
 
 
 _made = _MadeTensors()
@@ -145,10 +148,27 @@ def renumber_parameters(optimizer: Optimizer) -> None:
     """
     if _Numbering.on:
         for at, group in enumerate(optimizer.param_groups):
-            kept = _renumber(group["params"], _hash_of_text(_options(optimizer, at)))
+            writes = _note_writes_of_group(optimizer, at)
+            kept = _renumber(group["params"], hash((_hash_of_text(_options(optimizer, at)), writes)))
             note_fact(
                 f"number of gradients left from the step before in group {at} of {type(optimizer).__name__}", kept
             )
+
+
+def _note_writes_of_group(optimizer: Optimizer, at: int) -> int:
+    """Return the number of all writes to the parameters and states of a group, and note it as a fact.
+
+    It is 0 if there were none, as on a rank that has not made any.
+    """
+    found = 0
+    if _made.has_writes:
+        held = [x for p in optimizer.param_groups[at]["params"] for x in (p, *optimizer.state.get(p, {}).values())]
+        world = current_communicator().size
+        with no_interception():
+            numbers = [_writes_to_memory(x, world) for x in held]
+        found = hash(tuple(numbers)) if any(numbers) else 0
+    note_fact(f"checksum of the writes to parameters and states of group {at} of {type(optimizer).__name__}", found)
+    return found
 
 
 def values_equal_on_ranks(optimizer: Optimizer | None) -> tuple[object, ...]:
@@ -156,7 +176,8 @@ def values_equal_on_ranks(optimizer: Optimizer | None) -> tuple[object, ...]:
     if not _Numbering.on:
         return ()
     groups = range(len(optimizer.param_groups)) if optimizer is not None else ()
-    return (environment_hash(), *[_options(optimizer, at) for at in groups if optimizer is not None])
+    own = [(_options(optimizer, at), _note_writes_of_group(optimizer, at)) for at in groups if optimizer is not None]
+    return (environment_hash(), *own)
 
 
 def _options(optimizer: Optimizer, at: int) -> str:
@@ -264,7 +285,8 @@ def _numbered(
 ) -> TorchValue:
     """Carry out a call as `DistTensor.__torch_function__` does, and number its results."""
     known, name, writes = _functions.get(func) or _register_function(func)
-    if writes and _begins_with_leaf(args):
+    writes_to_leaf = writes and _begins_with_leaf(args)
+    if writes_to_leaf:
         current_communicator().settle()
     before = call_purpose.what
     if len(args) == 2 and type(args[1]) is DistTensor and type(args[0]) is DistTensor and not kwargs:
@@ -275,11 +297,34 @@ def _numbered(
         out = _carry_out(cls, func, types, args, kwargs)
     finally:
         number, call_purpose.what = call_purpose.what[0], before  # which `note_drawing` may have changed
+    if writes_to_leaf or (kwargs and "out" in kwargs):
+        _note_writes((args[:1], kwargs and kwargs.get("out")), number)
     if type(out) is DistTensor:
         out._number = number
     elif out is not None:
         _number_all(out, number)
     return out
+
+
+_WRITES = "_meshwright_writes"
+"""Attribute of a storage: the number of the calls that wrote to it."""
+
+
+def _note_writes(targets: TorchValue, number: int) -> None:
+    """Make a call count in the number of the memories that it wrote to, also through a view or `x.data`."""
+    _made.has_writes = True
+    with no_interception():
+        for x in tensors_in(targets):
+            if isinstance(x, DistTensor) and not isinstance(x, FakeTensor):
+                held = x._base_with_memory().untyped_storage().__dict__
+                held[_WRITES] = hash((held.get(_WRITES, 0), number))
+
+
+def _writes_to_memory(x: object, world: int) -> int:
+    """Return the number of the memory of a tensor that all ranks of the world have; call it with interception off."""
+    if not isinstance(x, DistTensor) or isinstance(x, FakeTensor) or x._spec.mesh.size != world:
+        return 0
+    return x._base_with_memory().untyped_storage().__dict__.get(_WRITES, 0)
 
 
 def _begins_with_leaf(args: Arguments) -> bool:

@@ -126,6 +126,10 @@ class DistTensor(Tensor):
         with no_interception():
             return self.as_subclass(Tensor).view_as(self)
 
+    def _base_with_memory(self) -> DistTensor:
+        """Return the tensor whose memory a write to this one reaches: the base of a view that is a copy."""
+        return self
+
     def _read_again(self) -> None:
         """Read the values that were written to the base, if this tensor is a view that is a copy."""
 

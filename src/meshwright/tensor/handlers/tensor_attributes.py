@@ -29,7 +29,7 @@ from ..core.tree import map_tensors
 from ..core.write_counts import note_counter, version_of
 from ..torch_hooks import OperatorPacket, call_plain, interception_on, no_interception, offer_call, tensors_on_storage
 from ..views.dist_view import DistView, base_of, counted_with, detached_view, exchange_with_view, leave_memory
-from ..views.shared_data import is_temporary, put_data
+from ..views.shared_data import from_other_mesh, is_on_other_mesh, is_temporary, put_data
 from .torch_hooks import same_kind
 
 _T: Any = Tensor
@@ -120,8 +120,12 @@ def _write_data(x: DistTensor, new: TorchValue) -> None:
 
     A temporary is converted to the layout of `x` first, because no other code uses its memory.
     """
-    if interception_on() and isinstance(new, Tensor) and is_temporary(new):
-        new = _laid_like(x, new)
+    if interception_on() and isinstance(new, Tensor):
+        is_alone = is_temporary(new)
+        if is_on_other_mesh(new, x):
+            new = from_other_mesh(x, new, _spec_of_data(x, spec_of(new, x._spec)), is_alone, "x.data")
+        elif is_alone:
+            new = _laid_like(x, new)
     _PUT_DATA(x, new)
 
 

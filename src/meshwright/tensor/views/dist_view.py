@@ -32,7 +32,7 @@ from ..core.dist_tensor import DistTensor, FakeDistTensor, as_part, change_class
 from ..core.tree import leaves_in, map_tensors, tensors_in
 from ..core.write_counts import note_counter, version_of, writes_to
 from ..planning.call_plan import of_one_node
-from ..torch_hooks import is_dense, keep_bits, no_interception, shares_storage
+from ..torch_hooks import is_dense, keep_bits, no_interception, shares_storage, transforming, transforms_paused
 from .lost_history import without_gradient
 from .view_origin import (
     ViewOrigin,
@@ -66,6 +66,9 @@ class DistView(DistTensor):
     def _outer(self) -> DistView:
         """The view that stores its call: this view, or the one whose memory this view shares."""
         return self if self._outside is None else self._outside
+
+    def _base_with_memory(self) -> DistTensor:
+        return base_of(self)
 
     def _read_again(self) -> None:
         _refresh(self._outer)
@@ -368,6 +371,12 @@ def _refresh(view: DistView) -> None:
         return _refuse_gradients(view)
     if not source.single:
         raise _several_views_error(source, "a view whose base, or another view of it, was written to")
+    with transforms_paused() if transforming() else nullcontext():  # a backward pass inside a transform reads it again
+        _read(view, source)
+
+
+def _read(view: DistView, source: ViewOrigin) -> None:
+    """Give an outer view the values that its base has now."""
     _leave_leaf(view)
     is_shown = version_of(source.base) != source.shown
     with _grad_mode(view) if is_shown else torch.no_grad():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from typing import TypeGuard
 from weakref import ref
 
 import torch
@@ -24,6 +25,7 @@ from meshwright.layout import Partial, ProcessMesh, Spec, TorchValue, layout_of,
 
 from .._errors import MemoryAccessError
 from ..conversion.convert import convert_local, move
+from ..conversion.distribute import distribute_as
 from ..core.dist_tensor import DistTensor, as_part, plain_view
 from ..core.write_counts import note_counter
 from ..torch_hooks import FakeTensor, backward_running, is_dense, no_interception, shares_storage, tensors_on_storage
@@ -68,6 +70,28 @@ def is_temporary(new: Tensor) -> bool:
         return False  # a local variable is passed without its own reference
     with no_interception():
         return is_dense(new) and tensors_on_storage(new) == 1
+
+
+def is_on_other_mesh(new: TorchValue, x: DistTensor) -> TypeGuard[DistTensor]:
+    """True if `new` is a tensor of another mesh, such as one of another pipeline stage."""
+    return isinstance(new, DistTensor) and new._spec.mesh is not x._spec.mesh and not isinstance(new, FakeTensor)
+
+
+def from_other_mesh(x: DistTensor, new: DistTensor, spec: Spec, is_alone: bool, asked: str) -> DistTensor:
+    """Return the values of `new`, a temporary on another mesh, in the layout `spec` on the mesh of `x`.
+
+    `is_alone` is the answer of `is_temporary`. A rank without a part of `new` cannot answer it, so all ranks of both
+    meshes agree.
+
+    Raises:
+        MemoryAccessError: other code may use the memory of `new`; raised on all ranks of both meshes.
+    """
+    here = current_communicator()
+    group = tuple(sorted({*x._spec.mesh.process_ids, *new._spec.mesh.process_ids}))
+    if here.rank in group and here.any_true(not is_alone, group):
+        raise _mesh_error(x, f"y is {new._spec!r} on {new._spec.mesh!r}", asked)
+    with torch.no_grad():
+        return distribute_as(new.detach(), x._spec.mesh, spec.layout)
 
 
 def put_data(x: DistTensor, new: Tensor, have: Spec, need: Spec) -> None:
@@ -127,11 +151,15 @@ def _check_mesh(x: DistTensor, new: Tensor, have: Spec, need: Spec) -> None:
     if have.mesh is need.mesh and (isinstance(new, DistTensor) or need.mesh.size == current_communicator().size):
         return
     found = f"y is {have!r} on {have.mesh!r}" if isinstance(new, DistTensor) else f"y is plain {tuple(new.shape)}"
-    raise MemoryAccessError(
-        "x.data = y",
+    raise _mesh_error(x, found, "x.data")
+
+
+def _mesh_error(x: DistTensor, found: str, asked: str) -> MemoryAccessError:
+    return MemoryAccessError(
+        f"{asked} = y",
         f"x is {x._spec!r} on {x._spec.mesh!r}, {found}",
-        "on one device x and y would share memory, and not every rank that holds y holds a part of x",
-        "write x.data = y.clone(), which has its own memory, or x.copy_(y)",
+        "on one device they would share memory, and not every rank that holds y holds a part of x",
+        f"write {asked} = y.clone(), which has its own memory, or {asked}.copy_(y)",
     )
 
 
