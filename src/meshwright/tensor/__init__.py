@@ -92,6 +92,7 @@ from .torch_hooks import (
     backward_running,
     grouped_product,
     interception_on,
+    is_of_transform,
     operators_recorded,
     transforming,
 )
@@ -160,6 +161,7 @@ __all__ = [
     "initial_checksum_of",
     "input_numbers",
     "interception_on",
+    "is_of_transform",
     "keep_own_part",
     "key_of_tree",
     "largest_anywhere",

@@ -174,6 +174,11 @@ def outside_transforms(x: torch.Tensor) -> torch.Tensor | None:
     return x
 
 
+def is_of_transform(x: torch.Tensor) -> bool:
+    """True for a batch of a running transform, or a function of its differentiated variable."""
+    return transforming() and outside_transforms(x) is None
+
+
 def is_dense(x: torch.Tensor) -> bool:
     """True for a tensor of ordinary memory: not sparse, not nested, not a batch of the older vmap."""
     return x.layout is torch.strided and not x.is_nested and not is_batched(x)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor, distribute_as, transforming, writes_to
+from meshwright.tensor import DistTensor, distribute_as, is_of_transform, transforming, writes_to
 
 _known: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Module → the names of its parameters that are replaced while it runs."""
@@ -64,7 +64,8 @@ class SwapObserver(Protocol):
 def swap_parameters(module: nn.Module, owned: Mapping[str, Spec], watch: SwapObserver | None = None) -> None:
     """Give the parameters of `module` the layouts `owned` while it runs; gradients go to the original parameters.
 
-    A parameter that is replaced already is left as it is. So is one that the module no longer has.
+    A parameter that is replaced already is left as it is. So is one that the module no longer has, and a tensor that
+    `torch.func.functional_call` puts in its place inside a transform: transforms see whole tensors.
     """
     taken = _known.setdefault(module, set())
     new = {name: spec for name, spec in owned.items() if name not in taken}
@@ -92,7 +93,7 @@ class _ParameterSwap:
         with torch.inference_mode(False), torch.enable_grad():  # as a parameter, whatever mode it is used in
             for name, spec in self._owned.items():
                 p = table.get(name)
-                if p is not None and not _has_layout(p, spec):
+                if p is not None and not _has_layout(p, spec) and not is_of_transform(p):
                     held.append(SwappedParameter.swap(module, name, distribute_as(p, spec.mesh, spec.layout)))
         if self._watch is not None:
             self._watch.enter([(each.own, each.stand_in) for each in held])
