@@ -432,6 +432,16 @@ def assign_while_running(net: Any) -> None:
     net.blocks[1].up.register_forward_pre_hook(halve)
 
 
+def assign_data(net: Any) -> None:
+    """A layer shrinks its weight while it runs, and a block that of the layer that follows, which is on its way."""
+
+    def shrink(up: nn.Linear, _: object) -> None:
+        up.weight.data = up.weight.data * 0.9
+
+    net.blocks[1].up.register_forward_pre_hook(shrink)
+    net.blocks[-1].register_forward_hook(lambda *_: shrink(net.last, None))
+
+
 CASES = {
     "plain": Case(plain),
     "dp x tp": Case(plain, mesh="dp x tp"),
@@ -466,6 +476,7 @@ CASES = {
     "gradients switched off inside": Case(plain, switch_gradients_off),
     "writes while a module runs": Case(plain, write_while_running),
     "writes in all modes": Case(written_in_all_modes, write_while_running),
+    "data assigned while modules run": Case(plain, assign_data),
     "a parameter assigned while its module runs": Case(plain, assign_while_running),
 }
 

@@ -71,7 +71,7 @@ from .core.environment_hash import input_numbers
 from .core.initial_checksum import initial_checksum_of
 from .core.other_libraries import check_library
 from .core.tree import key_of_tree, leaves_in, map_leaves, map_tensors, tensors_in
-from .core.write_counts import writes_to
+from .core.write_counts import Mark, mark_of
 from .execution import dispatch as dispatch
 from .execution import func_transforms as func_transforms
 from .execution.few_row_products import fast_products, has_fast_products, product, sum_with_product
@@ -112,6 +112,7 @@ __all__ = [
     "DistTensor",
     "JointGather",
     "LocalShapeError",
+    "Mark",
     "MemoryAccessError",
     "MixedMeshError",
     "Opaque",
@@ -169,6 +170,7 @@ __all__ = [
     "local_parts",
     "map_leaves",
     "map_tensors",
+    "mark_of",
     "not_finite_anywhere",
     "note_spec",
     "noted_spec",
@@ -192,7 +194,6 @@ __all__ = [
     "transforming",
     "using_attention",
     "values_equal_on_ranks",
-    "writes_to",
 ]
 
 torch_compile.leave_alone()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor, distribute_as, is_of_transform, transforming, writes_to
+from meshwright.tensor import DistTensor, Mark, distribute_as, is_of_transform, mark_of, transforming
 
 _known: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Module → the names of its parameters that are replaced while it runs."""
@@ -25,13 +25,13 @@ class SwappedParameter:
     name: str
     own: Tensor
     stand_in: Tensor
-    writes: int
+    mark: Mark | None
 
     @staticmethod
     def swap(module: nn.Module, name: str, stand_in: Tensor) -> SwappedParameter:
         """Replace the parameter by `stand_in`."""
         table: dict[str, Any] = module._parameters
-        found = SwappedParameter(module, name, table[name], stand_in, _writes(stand_in))
+        found = SwappedParameter(module, name, table[name], stand_in, _mark(stand_in))
         table[name] = stand_in
         return found
 
@@ -40,7 +40,7 @@ class SwappedParameter:
 
         A parameter that the module assigned meanwhile stays.
         """
-        if _writes(self.stand_in) != self.writes:
+        if _mark(self.stand_in) != self.mark:
             with torch.no_grad():
                 self.own.copy_(self.stand_in)
         table: dict[str, Any] = self.module._parameters
@@ -48,9 +48,9 @@ class SwappedParameter:
             table[self.name] = self.own
 
 
-def _writes(x: Tensor) -> int:
-    """Return the number of writes to a tensor; transforms hide it."""
-    return 0 if transforming() else writes_to(x)
+def _mark(x: Tensor) -> Mark | None:
+    """Return the mark of the memory of `x`; None inside a transform, which hides it."""
+    return None if transforming() else mark_of(x)
 
 
 class SwapObserver(Protocol):
