@@ -185,3 +185,17 @@ class _Gather(torch.autograd.Function):
 
 is_backward(_Gather.backward)
 _gather: Callable[..., tuple[Tensor, ...]] = bare_apply(_Gather)
+
+
+def trained_leaf(x: TorchValue) -> TorchValue:
+    """Return the parameter of which `x` is the whole tensor; any other value unchanged.
+
+    A parameter is gathered once for the forward pass and again for code that runs in a backward pass, such as an
+    adjoint method. Only the parameter itself has the gradients of both.
+    """
+    if not isinstance(x, DistTensor):
+        return x
+    with no_interception():
+        node, at = x.grad_fn, x.output_nr
+    gather: object = getattr(node, "gather", None)
+    return gather.parts[at] if isinstance(gather, JointGather) else x
