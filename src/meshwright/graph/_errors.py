@@ -14,6 +14,10 @@ def capture_error(found: str, why: str, write: str) -> CaptureError:
     return CaptureError(f"capturing {user_frame() or 'the forward pass'}", found, why, write)
 
 
+class HiddenTensorError(CaptureError):
+    """A derivative that is taken inside the forward pass reads a tensor that a composite operator hides."""
+
+
 class SideEffectError(CaptureError):
     """Error for a forward pass that changes state other than the tensors it returns."""
 

@@ -94,6 +94,7 @@ from .torch_hooks import (
     interception_on,
     is_of_transform,
     operators_recorded,
+    returns_dtype,
     transforming,
 )
 from .torch_hooks import no_interception as local_parts
@@ -185,6 +186,7 @@ __all__ = [
     "redistribute",
     "renumber_gradients",
     "renumber_parameters",
+    "returns_dtype",
     "returns_to",
     "shared_memory",
     "sharing_views",

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import Spec, TorchValue, user_frame
-from meshwright.tensor import DistTensor, tensors_in
+from meshwright.tensor import DistTensor, backward_running, tensors_in
 
-from .._errors import CaptureError
+from .._errors import CaptureError, HiddenTensorError
 from ..program.effects import is_random_operator, returns_memory_of_arguments, writes_to
 from ..program.node import ArgumentPosition, Node, Op, Origin, Value, WriteToCopies, argument_at, values_in
 from ..program.program import Input, Role
@@ -400,7 +400,8 @@ def _check_constant(x: Tensor) -> None:
     """Raise CaptureError for a tensor that cannot be a constant: a fake one, or one that requires gradients."""
     what = "a fake tensor of another capture" if isinstance(x, FakeTensor) else "a tensor that requires gradients"
     if isinstance(x, FakeTensor) or x.requires_grad:
-        raise CaptureError(
+        kind = HiddenTensorError if backward_running() != -1 else CaptureError
+        raise kind(
             f"recording {user_frame() or 'a program'}",
             f"{what}, of shape {tuple(x.shape)}",
             "the tensor is not in the model or the batch, so the program would treat it as a constant",
