@@ -15,7 +15,7 @@ def capture_error(found: str, why: str, write: str) -> CaptureError:
 
 
 class HiddenTensorError(CaptureError):
-    """A derivative that is taken inside the forward pass reads a tensor that a composite operator hides."""
+    """Error for a derivative inside the forward pass that reads a tensor which an operator computes for itself."""
 
 
 class SideEffectError(CaptureError):
