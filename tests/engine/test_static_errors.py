@@ -336,6 +336,17 @@ def with_accumulate_hooks() -> None:
     step(module)
 
 
+def with_a_hook_that_uses_the_forward_pass() -> None:
+    class Hooked(Base):
+        def between(self, x: Tensor) -> Tensor:
+            inner = x.detach().requires_grad_()
+            outer = inner.tanh()
+            x.register_hook(lambda grad: torch.autograd.grad(outer, inner, grad, retain_graph=True)[0])
+            return x
+
+    step(mw.shard_layer(Hooked(), MESH))
+
+
 def with_a_closure() -> None:
     module = Base()
     mw.shard_layer(module, MESH)
@@ -385,6 +396,7 @@ CASES: list[tuple[Callable[[], Any], type[mw.MeshwrightError], str]] = [
     (of_another_model, CaptureError, "after the marks"), (made_before_the_marks, CaptureError, "optimizer after"),
     (on_a_mesh_beyond_the_world, MeshError, "ranks=4"), (without_one_loss, CaptureError, "loss="),
     (with_backward_hooks, CaptureError, "register_hook"), (with_accumulate_hooks, CaptureError, "register_step_pre"),
+    (with_a_hook_that_uses_the_forward_pass, CaptureError, "save_for_backward"),
     (with_a_closure, CaptureError, "another optimizer"), (with_numbers_of_states, CaptureError, "capturable"),
     (with_a_step_of_its_own, CaptureError, "subclass"), (training_without_an_optimizer, StaticError, "optimizer"),
     (with_a_batch_of_arrays, StaticError, "as_tensor"),

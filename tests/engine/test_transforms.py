@@ -175,7 +175,7 @@ def test_transforms_in_programs_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.func runs on whole tensors")
-@pytest.mark.parametrize("name", ["vmap", "grad", "jacrev", "beside parts"])
+@pytest.mark.parametrize("name", ["vmap", "grad", "jacrev", "per sample", "beside parts"])
 def test_parameters_gathered_inside_a_transform(name: str) -> None:
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
 

@@ -432,6 +432,40 @@ def assign_while_running(net: Any) -> None:
     net.blocks[1].up.register_forward_pre_hook(halve)
 
 
+def assign_data(net: Any) -> None:
+    """A layer shrinks its weight while it runs, and a block that of the layer that follows, which is on its way."""
+
+    def shrink(up: nn.Linear, _: object) -> None:
+        up.weight.data = up.weight.data * 0.9
+
+    net.blocks[1].up.register_forward_pre_hook(shrink)
+    net.blocks[-1].register_forward_hook(lambda *_: shrink(net.last, None))
+
+
+class Adjoint(torch.autograd.Function):
+    """A call whose backward pass runs it again, as adjoint methods of differential equations do."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x, *weights)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.run(x), (x, *weights), grads, allow_unused=True)
+
+
+def adjoint_block(net: Any) -> None:
+    block = net.blocks[1]
+    own = block.forward
+    block.forward = lambda x: Adjoint.apply(own, x, *block.parameters())
+
+
 CASES = {
     "plain": Case(plain),
     "dp x tp": Case(plain, mesh="dp x tp"),
@@ -466,6 +500,8 @@ CASES = {
     "gradients switched off inside": Case(plain, switch_gradients_off),
     "writes while a module runs": Case(plain, write_while_running),
     "writes in all modes": Case(written_in_all_modes, write_while_running),
+    "data assigned while modules run": Case(plain, assign_data),
+    "an adjoint method": Case(plain, adjoint_block),
     "a parameter assigned while its module runs": Case(plain, assign_while_running),
 }
 
@@ -520,7 +556,15 @@ def test_numbers_are_those_of_one_device(name: str) -> None:
     "units", [[], ["blocks.*.up"], ["*", "*.*", "*.*.*"], [("first", "blocks.0"), ("blocks.2", "last")]]
 )
 @pytest.mark.parametrize(
-    "name", ["plain", "checkpointed blocks", "a block in three places", "hooks", "gradients switched off inside"]
+    "name",
+    [
+        "plain",
+        "checkpointed blocks",
+        "a block in three places",
+        "hooks",
+        "gradients switched off inside",
+        "an adjoint method",
+    ],
 )
 def test_numbers_do_not_depend_on_the_units(name: str, units: Any) -> None:
     expected = results(CASES[name], 0)

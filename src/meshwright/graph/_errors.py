@@ -14,6 +14,10 @@ def capture_error(found: str, why: str, write: str) -> CaptureError:
     return CaptureError(f"capturing {user_frame() or 'the forward pass'}", found, why, write)
 
 
+class HiddenTensorError(CaptureError):
+    """Error for a derivative inside the forward pass that reads a tensor which an operator computes for itself."""
+
+
 class SideEffectError(CaptureError):
     """Error for a forward pass that changes state other than the tensors it returns."""
 

@@ -71,7 +71,7 @@ from .core.environment_hash import input_numbers
 from .core.initial_checksum import initial_checksum_of
 from .core.other_libraries import check_library
 from .core.tree import key_of_tree, leaves_in, map_leaves, map_tensors, tensors_in
-from .core.write_counts import writes_to
+from .core.write_counts import Mark, mark_of
 from .execution import dispatch as dispatch
 from .execution import func_transforms as func_transforms
 from .execution.few_row_products import fast_products, has_fast_products, product, sum_with_product
@@ -92,7 +92,9 @@ from .torch_hooks import (
     backward_running,
     grouped_product,
     interception_on,
+    is_of_transform,
     operators_recorded,
+    returns_dtype,
     transforming,
 )
 from .torch_hooks import no_interception as local_parts
@@ -111,6 +113,7 @@ __all__ = [
     "DistTensor",
     "JointGather",
     "LocalShapeError",
+    "Mark",
     "MemoryAccessError",
     "MixedMeshError",
     "Opaque",
@@ -160,6 +163,7 @@ __all__ = [
     "initial_checksum_of",
     "input_numbers",
     "interception_on",
+    "is_of_transform",
     "keep_own_part",
     "key_of_tree",
     "largest_anywhere",
@@ -167,6 +171,7 @@ __all__ = [
     "local_parts",
     "map_leaves",
     "map_tensors",
+    "mark_of",
     "not_finite_anywhere",
     "note_spec",
     "noted_spec",
@@ -181,6 +186,7 @@ __all__ = [
     "redistribute",
     "renumber_gradients",
     "renumber_parameters",
+    "returns_dtype",
     "returns_to",
     "shared_memory",
     "sharing_views",
@@ -190,7 +196,6 @@ __all__ = [
     "transforming",
     "using_attention",
     "values_equal_on_ranks",
-    "writes_to",
 ]
 
 torch_compile.leave_alone()

@@ -174,6 +174,11 @@ def outside_transforms(x: torch.Tensor) -> torch.Tensor | None:
     return x
 
 
+def is_of_transform(x: torch.Tensor) -> bool:
+    """True for a batch of a running transform, or a function of its differentiated variable."""
+    return transforming() and outside_transforms(x) is None
+
+
 def is_dense(x: torch.Tensor) -> bool:
     """True for a tensor of ordinary memory: not sparse, not nested, not a batch of the older vmap."""
     return x.layout is torch.strided and not x.is_nested and not is_batched(x)
@@ -327,8 +332,13 @@ class _Recorder(SchemaCheckMode):
     torch allows three kinds of modes at that level; the one for checking schemas is the only one that may stand alone.
     """
 
-    def __init__(self, note: Callable[[Operator, Arguments, NamedArguments, TorchValue], None], run: Run) -> None:
-        self.note, self.run = note, run
+    def __init__(
+        self,
+        note: Callable[[Operator, Arguments, NamedArguments, TorchValue], None],
+        run: Run,
+        in_parts: Container[OperatorPacket],
+    ) -> None:
+        self.note, self.run, self.in_parts = note, run, in_parts
         self._dispatch_key = torch._C.DispatchKey.PreDispatch  # where it is put back after `no_modes`
 
     def __torch_dispatch__(
@@ -338,6 +348,9 @@ class _Recorder(SchemaCheckMode):
         args: Arguments = (),
         kwargs: NamedArguments | None = None,
     ) -> TorchValue:
+        if func.overloadpacket in self.in_parts:
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         out = self.run(func, args, kwargs or {})
         self.note(func, args, kwargs or {}, out)
         return out
@@ -357,10 +370,15 @@ def imagining(sizes: Iterable[object], always: bool = False) -> Generator[None]:
 
 @contextmanager
 def operators_recorded(
-    note: Callable[[Operator, Arguments, NamedArguments, TorchValue], None], run: Run = _plainly
+    note: Callable[[Operator, Arguments, NamedArguments, TorchValue], None],
+    run: Run = _plainly,
+    in_parts: Container[OperatorPacket] = (),
 ) -> Generator[None]:
-    """Call `note` for every ATen operator called inside the block, before autograd; `run` carries the operator out."""
-    _set_mode_pre_dispatch(_Recorder(note, run))
+    """Call `note` for every ATen operator called inside the block, before autograd; `run` carries the operator out.
+
+    Of the composite operators `in_parts`, the operators that they consist of are noted.
+    """
+    _set_mode_pre_dispatch(_Recorder(note, run, in_parts))
     try:
         with torch._C._EnablePythonDispatcher(), torch._C.DisableTorchFunctionSubclass():
             yield

@@ -11,15 +11,13 @@ import torch
 from torch import nn
 
 from meshwright.checkpoint import World, current_world
-from meshwright.tensor import local_parts
+from meshwright.tensor import Mark, local_parts, mark_of
 
 from ._errors import StaleWeightsError, WeightError
 from ._pairs import ASKED, TensorPair, pairs_of
 from ._rounds import Move, keep, rounds_of, run_round
 from ._tensors import (
-    Mark,
     empty_part,
-    mark_of,
     module_of,
     named_tensors,
     part_of,

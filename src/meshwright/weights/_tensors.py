@@ -9,21 +9,9 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint import World
 from meshwright.layout import Spec, TorchValue, replicated
-from meshwright.tensor import DistTensor, as_dist_tensor, local_parts, writes_to
+from meshwright.tensor import DistTensor, as_dist_tensor, mark_of
 
 from ._errors import WeightError
-
-Mark = tuple[object, int, int]
-"""Identity of a memory, address in it, and the number of writes to it: equal marks mean equal values."""
-
-_KEY = "_meshwright_memory"
-"""Attribute of a storage with an object that is its identity. An address is no identity: freed memory is used again."""
-
-
-class _Memory:
-    """The identity of a memory."""
-
-    __slots__ = ()
 
 
 def module_of(holder: Any) -> nn.Module:
@@ -56,13 +44,6 @@ def spec_of(x: Tensor, world: World) -> Spec:
 def part_of(x: Tensor) -> Tensor:
     """Return this rank's part, which shares the memory of the tensor and its count of writes."""
     return x.to_local().detach() if isinstance(x, DistTensor) else x.detach()
-
-
-def mark_of(x: Tensor) -> Mark:
-    """Return the mark of this rank's part."""
-    with local_parts():
-        memory: object = x.untyped_storage().__dict__.setdefault(_KEY, _Memory())
-        return memory, x.data_ptr(), writes_to(x)
 
 
 def shares_memory(x: Tensor, y: Tensor) -> bool:

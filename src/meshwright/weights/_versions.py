@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint import World, current_world
-from meshwright.tensor import DistTensor
+from meshwright.tensor import DistTensor, Mark, mark_of
 
-from ._tensors import Mark, mark_of, named_tensors
+from ._tensors import named_tensors
 
 _SAME, _WRITTEN, _MOVED = 0, 1, 2
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout import Spec
-from meshwright.tensor import DistTensor, distribute_as, transforming, writes_to
+from meshwright.tensor import DistTensor, Mark, distribute_as, is_of_transform, mark_of, transforming
 
 _known: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Module → the names of its parameters that are replaced while it runs."""
@@ -25,13 +25,13 @@ class SwappedParameter:
     name: str
     own: Tensor
     stand_in: Tensor
-    writes: int
+    mark: Mark | None
 
     @staticmethod
     def swap(module: nn.Module, name: str, stand_in: Tensor) -> SwappedParameter:
         """Replace the parameter by `stand_in`."""
         table: dict[str, Any] = module._parameters
-        found = SwappedParameter(module, name, table[name], stand_in, _writes(stand_in))
+        found = SwappedParameter(module, name, table[name], stand_in, _mark(stand_in))
         table[name] = stand_in
         return found
 
@@ -40,7 +40,7 @@ class SwappedParameter:
 
         A parameter that the module assigned meanwhile stays.
         """
-        if _writes(self.stand_in) != self.writes:
+        if _mark(self.stand_in) != self.mark:
             with torch.no_grad():
                 self.own.copy_(self.stand_in)
         table: dict[str, Any] = self.module._parameters
@@ -48,9 +48,9 @@ class SwappedParameter:
             table[self.name] = self.own
 
 
-def _writes(x: Tensor) -> int:
-    """Return the number of writes to a tensor; transforms hide it."""
-    return 0 if transforming() else writes_to(x)
+def _mark(x: Tensor) -> Mark | None:
+    """Return the mark of the memory of `x`; None inside a transform, which hides it."""
+    return None if transforming() else mark_of(x)
 
 
 class SwapObserver(Protocol):
@@ -64,7 +64,8 @@ class SwapObserver(Protocol):
 def swap_parameters(module: nn.Module, owned: Mapping[str, Spec], watch: SwapObserver | None = None) -> None:
     """Give the parameters of `module` the layouts `owned` while it runs; gradients go to the original parameters.
 
-    A parameter that is replaced already is left as it is. So is one that the module no longer has.
+    A parameter that is replaced already is left as it is. So is one that the module no longer has, and a tensor that
+    `torch.func.functional_call` puts in its place inside a transform: transforms see whole tensors.
     """
     taken = _known.setdefault(module, set())
     new = {name: spec for name, spec in owned.items() if name not in taken}
@@ -92,7 +93,7 @@ class _ParameterSwap:
         with torch.inference_mode(False), torch.enable_grad():  # as a parameter, whatever mode it is used in
             for name, spec in self._owned.items():
                 p = table.get(name)
-                if p is not None and not _has_layout(p, spec):
+                if p is not None and not _has_layout(p, spec) and not is_of_transform(p):
                     held.append(SwappedParameter.swap(module, name, distribute_as(p, spec.mesh, spec.layout)))
         if self._watch is not None:
             self._watch.enter([(each.own, each.stand_in) for each in held])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from itertools import count
 from typing import Any
@@ -19,19 +20,19 @@ from torch import Tensor, nn
 
 from meshwright.comm import communicator_lookups
 from meshwright.layout import Spec, TorchValue
-from meshwright.tensor import DistTensor, full_tensor, map_leaves
+from meshwright.tensor import DistTensor, OperatorPacket, full_tensor, map_leaves
 
-from .._errors import SideEffectError
+from .._errors import HiddenTensorError, SideEffectError
 from ..analysis.constant_folding import constant_values, folded
 from ..files.canonical_text import canonical_text_or_none
-from ..guards import Executed, PassComparison, ReadSlots, check_repeatable, code_text
+from ..guards import Executed, PassComparison, ReadSlots, RepeatableCall, check_repeatable, code_text
 from ..program.node import Value
 from ..program.program import Program
 from ..recording.detached_writes import check_late_writes
 from ..recording.dynamic_sizes import BatchPredicate, BatchSize, DynamicSizes, size_conditions
 from ..recording.recording import Recording
 from ..torch_hooks import FakeMode, new_sizes
-from .capture_environment import CaptureEnvironment, called
+from .capture_environment import HIDING, CaptureEnvironment, called
 from .interception import check_hooks
 
 
@@ -123,12 +124,15 @@ def capture(
         checksum = None if is_known is None else _checksum(first.program, ran)
         return not is_run or (checksum is not None and is_known is not None and is_known(checksum))
 
-    def run() -> Capture:
-        return _capture_once(module, call, batch, dynamic or {}, most)
+    def repeated(in_parts: Collection[OperatorPacket]) -> RepeatableCall[Capture]:
+        run = partial(_capture_once, module, call, batch, dynamic or {}, most, in_parts)
+        how = PassComparison(_same_program, known, _numbers_of, _asked_by)
+        return check_repeatable(roots, run, how, asked, beside or {})
 
-    done = check_repeatable(
-        roots, run, PassComparison(_same_program, known, _numbers_of, _asked_by), asked, beside or {}
-    )
+    try:
+        done = repeated(())
+    except HiddenTensorError:
+        done = repeated(HIDING)
     found, ran = done.gave, done.ran
     own = communicator_lookups() > reads or ran.asks_thread or found.symbols or _holds_objects(found.program)
     return replace(found, ran=ran, checksum=checksum, recording=None, places=done.places, is_own=bool(own))
@@ -202,13 +206,15 @@ def _capture_once(
     batch: Sequence[Any],
     dynamic: Mapping[int, Collection[int]],
     most: int | None,
+    in_parts: Collection[OperatorPacket],
 ) -> Capture:
+    """Return the capture of one pass; composite operators `in_parts` are captured as those that they consist of."""
     check_hooks(module)
     slots = model_tensors(module)
     recording = Recording(above=True)
     sizes = new_sizes(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # inputs tell all sizes
     mode = FakeMode(allow_non_fake_inputs=True, shape_env=sizes)
-    stage = CaptureEnvironment(module, mode, recording, DynamicSizes(mode, recording, dynamic), most)
+    stage = CaptureEnvironment(module, mode, recording, DynamicSizes(mode, recording, dynamic), most, in_parts)
     fakes = [stage.given(s.tensor, "parameter" if s.is_parameter else "buffer", s.name, s.spec) for s in slots]
     args = _fake_batch(stage, tuple(batch))
     with _with_fakes(slots, fakes):

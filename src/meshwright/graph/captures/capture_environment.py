@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from math import prod
 from traceback import walk_tb
@@ -17,6 +17,7 @@ from meshwright.layout import MeshwrightError, Spec, TorchValue, autocast_modes,
 from meshwright.tensor import (
     STAGE_SPLIT,
     DistTensor,
+    OperatorPacket,
     ReshardMark,
     StageArrival,
     attention_algorithm,
@@ -25,6 +26,7 @@ from meshwright.tensor import (
     map_tensors,
     note_spec,
     operators_recorded,
+    returns_dtype,
     tensors_in,
     transforming,
 )
@@ -77,6 +79,17 @@ _IN_TRANSFORM = (
     "Strategy(full_graph=False), which runs code that cannot be captured in Python",
 )
 """The reason and the fix in the error for a transform of `torch.func`."""
+
+
+HIDING: frozenset[OperatorPacket] = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("layer_norm", "rms_norm", "group_norm", "batch_norm", "_batch_norm_impl_index", "instance_norm"),
+        *("max_pool1d", "max_pool2d", "max_pool3d", "cosine_similarity"),
+        *("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"),
+    )
+)
+"""Composite operators whose backward pass reads tensors that are no results of theirs, such as a variance or a mask."""
 
 
 def called(call: Callable[..., TorchValue], args: Sequence[TorchValue]) -> TorchValue:
@@ -161,9 +174,16 @@ class CaptureEnvironment:
     """Environment in which a forward pass is captured."""
 
     def __init__(
-        self, module: nn.Module, mode: FakeMode, recording: Recording, sizes: DynamicSizes, most: int | None = None
+        self,
+        module: nn.Module,
+        mode: FakeMode,
+        recording: Recording,
+        sizes: DynamicSizes,
+        most: int | None = None,
+        in_parts: Collection[OperatorPacket] = (),
     ) -> None:
         self.module, self.mode, self.recording, self.sizes, self.most = module, mode, recording, sizes, most
+        self.in_parts = in_parts
         self.path: list[str] = [""]
         self.asked: list[Tensor] = []
         self.outside = ExternalTensors(mode)
@@ -207,7 +227,7 @@ class CaptureEnvironment:
                 stack.callback(leave.remove)
             stack.enter_context(capturing(self.opaque))
             stack.enter_context(intercepted(self.opaque))
-            stack.enter_context(operators_recorded(unobserved(self.note), self.run))
+            stack.enter_context(operators_recorded(unobserved(self.note), self.run, self.in_parts))
             yield
 
     def _entering(self, name: str) -> Callable[..., None]:
@@ -275,6 +295,8 @@ class CaptureEnvironment:
                 "leave out `generator=`, and call torch.manual_seed(seed)",
             )
         with interception_off():
+            if returns_dtype(op):
+                return  # no elements decide it
             if isinstance(out, (bool, int, float)) and self._is_answered(op, args, kwargs):
                 return
             if self._is_sized_by_constants(op, args, kwargs):

@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import getclosurevars
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from meshwright.layout import TorchValue, user_frame
 from meshwright.tensor import Opaque, functions_passed_to, tensors_in
 
 from .._errors import CaptureError, capture_error
-from ..torch_hooks import backward_hooks_of_all
+from ..torch_hooks import FakeTensor, backward_hooks_of_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +43,34 @@ class Hook:
     fn: Callable[[Tensor], Tensor | None]
 
     def __call__(self, x: Tensor) -> None:
-        x.register_hook(self.fn)
+        x.register_hook(self._called)
+
+    def _called(self, grad: Tensor) -> Tensor | None:
+        """Return what the hook returns. Raise CaptureError if it fails and uses tensors of the forward pass."""
+        try:
+            return self.fn(grad)
+        except Exception as error:  # torch has many errors for tensors of two captures
+            shapes = [tuple(x.shape) for x in _captured_tensors(self.fn)]
+            if not shapes:
+                raise
+            raise CaptureError(
+                f"recording the hook {getattr(self.fn, '__qualname__', self.fn)}",
+                f"tensors of the forward pass that the hook uses, of shapes {', '.join(map(str, shapes))}",
+                "a hook of a program gets the gradient alone, and the forward pass that it saw is recorded already",
+                "write a torch.autograd.Function, and pass it the tensors by ctx.save_for_backward; or, without a "
+                "pipeline, pass Strategy(full_graph=False), which runs code that cannot be captured in Python",
+            ) from error
 
     def __repr__(self) -> str:
         return f"hook {getattr(self.fn, '__name__', self.fn)}"
+
+
+def _captured_tensors(fn: Callable[..., object]) -> list[FakeTensor]:
+    """Return the tensors of a capture among the variables that a function uses from outside."""
+    if not isinstance(fn, FunctionType):
+        return []
+    used = getclosurevars(fn).nonlocals.values()
+    return [x for x in tensors_in(tuple(used)) if isinstance(x, FakeTensor)]
 
 
 @contextmanager

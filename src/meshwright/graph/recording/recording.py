@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from meshwright.layout import Spec, TorchValue, user_frame
-from meshwright.tensor import DistTensor, tensors_in
+from meshwright.tensor import DistTensor, backward_running, tensors_in
 
-from .._errors import CaptureError
+from .._errors import CaptureError, HiddenTensorError
 from ..program.effects import is_random_operator, returns_memory_of_arguments, writes_to
 from ..program.node import ArgumentPosition, Node, Op, Origin, Value, WriteToCopies, argument_at, values_in
 from ..program.program import Input, Role
@@ -118,7 +118,7 @@ class Recording:
         cell = self._find(x)
         if cell is not None:
             return (_cell_before_saving(x, cell) if self.above else cell).read(self._node)
-        _check_constant(x)
+        _check_constant(x, self.above)
         return self.add_input(x, "constant", "constant", source=x)
 
     def is_constant(self, value: Value) -> bool:
@@ -396,13 +396,22 @@ def _cell_before_saving(x: Tensor, cell: Cell) -> Cell:
     return view.base if view is not None and view.op is aten.detach.default and x.grad_fn is not None else cell
 
 
-def _check_constant(x: Tensor) -> None:
+def _check_constant(x: Tensor, is_captured: bool) -> None:
     """Raise CaptureError for a tensor that cannot be a constant: a fake one, or one that requires gradients."""
-    what = "a fake tensor of another capture" if isinstance(x, FakeTensor) else "a tensor that requires gradients"
-    if isinstance(x, FakeTensor) or x.requires_grad:
+    is_fake = isinstance(x, FakeTensor)
+    if is_fake and is_captured and backward_running() != -1:
+        raise HiddenTensorError(
+            f"capturing {user_frame() or 'a forward pass'}",
+            f"a derivative that reads a tensor of shape {tuple(x.shape)}, which no operator returned",
+            "an operator of the forward pass computes the tensor for its own backward pass, so a program lacks it",
+            "write the operator as several simpler ones; or, without a pipeline, pass Strategy(full_graph=False), which "
+            "runs code that cannot be captured in Python",
+        )
+    if is_fake or x.requires_grad:
         raise CaptureError(
             f"recording {user_frame() or 'a program'}",
-            f"{what}, of shape {tuple(x.shape)}",
+            f"{'a fake tensor of another capture' if is_fake else 'a tensor that requires gradients'}, of shape "
+            f"{tuple(x.shape)}",
             "the tensor is not in the model or the batch, so the program would treat it as a constant",
             "put trained tensors into the model (model.loss = loss), call requires_grad_(False) on others, or "
             "detach() a constant",

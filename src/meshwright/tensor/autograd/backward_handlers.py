@@ -19,6 +19,7 @@ from meshwright.layout import Spec, TorchValue, replicated
 from .._errors import OperationError
 from .._torch_call import TorchFunction
 from ..conversion.convert import convert_local
+from ..conversion.joint_gather import trained_leaf
 from ..conversion.local_parts import whole_local
 from ..conversion.pending_gradients import deferring, flush, flush_read, forget, pending
 from ..conversion.saved_operands import keep_up
@@ -98,7 +99,7 @@ def _run_backward(outputs: list[Tensor], gradients: Sequence[Tensor | None], giv
     outputs = [_with_summed_terms(o) for o in outputs]
     seeds = [_local_seed(o, g) for o, g in zip(outputs, gradients, strict=True)]
     create, keep = bool(given.get("create_graph")), _keeps_graph(given)
-    inputs = tuple(own_edge(x) for x in _as_list(given.get("inputs") or ()))
+    inputs = tuple(own_edge(trained_leaf(x)) for x in _as_list(given.get("inputs") or ()))
     with gradients_kept_up():
         with deferring(not inputs and not create):
             _run_engine(outputs, seeds, keep, create, inputs, allow_unreachable=True, accumulate_grad=True)
@@ -147,7 +148,7 @@ def _grad(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: 
     given = named_arguments(names, args, kwargs)
     if given.pop("is_grads_batched", False):
         return _grad_of_each(given)
-    inputs = _as_list(given["inputs"])
+    inputs = list(map(trained_leaf, _as_list(given["inputs"])))
     specs = [_spec_of_input(x) for x in inputs]
     check_no_edges(_as_list(given["outputs"]))
     read_shared()

@@ -20,7 +20,7 @@ from ..core.call_sites import is_backward, keep_call_site
 from ..core.capture_marks import in_capture
 from ..core.computation_numbers import collectives_of_call, collectives_of_gradient, keep_number, pass_number
 from ..core.dist_tensor import DistTensor, as_part, is_leaf, wants_grad
-from ..core.write_counts import writes_to
+from ..core.write_counts import Mark, mark_of
 from ..torch_hooks import bare_apply, forward_mode, jit_tracing, no_interception, transforming
 from .convert import dense_gradient, move, on_same_memory
 from .gradient_buckets import hidden_conversion
@@ -39,7 +39,7 @@ class JointGather:
         self._plan = joint_plan(self._specs, self.wholes, current_communicator().rank)
         self._started: tuple[Tensor, PendingConversion] | None = None
         self._memory: list[Tensor] | None = None
-        self._writes: list[int] = []
+        self._marks: list[Mark] = []
 
     def is_possible(self) -> bool:
         """True if the parameters still have the layouts that they had first."""
@@ -81,13 +81,13 @@ class JointGather:
         self._started = self._memory = None
 
     def free_if_written(self) -> None:
-        """Drop the whole tensors if a parameter was written to since it was gathered."""
+        """Drop the whole tensors if a parameter was written to since it was gathered, or has other memory."""
         is_there = self._memory is not None or self._started is not None
-        if is_there and self._writes != list(map(writes_to, self.parts)):
+        if is_there and self._marks != list(map(mark_of, self.parts)):
             self.free()
 
     def _packed(self) -> Tensor:
-        self._writes = list(map(writes_to, self.parts))
+        self._marks = list(map(mark_of, self.parts))
         return self._plan.pack(self.parts)
 
     def _buffers(self) -> Tensor:
@@ -185,3 +185,17 @@ class _Gather(torch.autograd.Function):
 
 is_backward(_Gather.backward)
 _gather: Callable[..., tuple[Tensor, ...]] = bare_apply(_Gather)
+
+
+def trained_leaf(x: TorchValue) -> TorchValue:
+    """Return the parameter of which `x` is the whole tensor; any other value unchanged.
+
+    A parameter is gathered once for the forward pass and again for code that runs in a backward pass, such as an
+    adjoint method. Only the parameter itself has the gradients of both.
+    """
+    if not isinstance(x, DistTensor):
+        return x
+    with no_interception():
+        node, at = x.grad_fn, x.output_nr
+    gather: object = getattr(node, "gather", None)
+    return gather.parts[at] if isinstance(gather, JointGather) else x

@@ -83,6 +83,26 @@ def writes_to(x: Tensor) -> int:
         return _version(x) if counters is None else counters.total()
 
 
+Mark = tuple[object, int, int]
+"""Identity of a memory, address in it, and the number of writes to it: equal marks mean equal values."""
+
+_MEMORY = "_meshwright_memory"
+"""Attribute of a storage with an object that is its identity. An address is no identity: freed memory is used again."""
+
+
+class _Memory:
+    """The identity of a memory."""
+
+    __slots__ = ()
+
+
+def mark_of(x: Tensor) -> Mark:
+    """Return the mark of this rank's part of `x`. A write changes the mark, and so does `x.data = y`."""
+    with no_interception():
+        memory: object = x.untyped_storage().__dict__.setdefault(_MEMORY, _Memory())
+        return memory, x.data_ptr(), writes_to(x)
+
+
 class _Shared:
     """A switch: `ever` is True once a memory of this process has two counters."""
 
