@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.cost import Cluster, Habits
+import torch
+
+from meshwright.cost import DATA_SHEET, Cluster, Habits
 
 from ..plan_data.plan import Plan
 from ..transformer_plans.choose import USABLE
@@ -29,6 +31,10 @@ def _sentences(model: Transformer, plan: Plan, cluster: Cluster, software: Softw
         f"clock: under a long load, large products of 16 bits reach {100 * device.reach:.3g} % of the peak of"
         f" {device.name}, and fused attention {100 * device.attention[0]:.3g} % forward"
     )
+    if device.source.startswith(DATA_SHEET):
+        yield f"devices: these fractions of {device.name} are usual ones; no measured run was compared"
+    if plan.precision == "bf16" and torch.bfloat16 not in device.flops:
+        yield f"precision: {device.name} has no fast products in bf16, so the price is that of fp16; pass fp16"
     if plan.precision in NARROW:
         yield f"products in {plan.precision} reach {100 * device.share(NARROW[plan.precision]):.3g} % of their peak"
     slower = float(StepTime(model, plan, cluster, software, Habits()).slowest) - 1

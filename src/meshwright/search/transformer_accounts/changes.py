@@ -68,12 +68,17 @@ def _changed(
         more = _bytes(model, whole, software) - _bytes(model, plan, software)
         yield f"no recomputation, with {size(more)} more memory", whole, cluster, software
     device = replace(cluster.device, bandwidth=2 * cluster.device.bandwidth)
-    yield "memory of devices twice as fast", plan, replace(cluster, device=device), software
+    yield "twice the memory bandwidth of the devices", plan, replace(cluster, device=device), software
     if plan.ranks > 1:
-        yield "links inside a node twice as fast", plan, replace(cluster, inside=_twice(cluster.inside)), software
+        yield (
+            "twice the bandwidth of links inside a node",
+            plan,
+            replace(cluster, inside=_twice(cluster.inside)),
+            software,
+        )
     if plan.ranks > cluster.per_node and cluster.outside is not None:
         faster = replace(cluster, outside=_twice(cluster.outside))
-        yield "the network between nodes twice as fast", plan, faster, software
+        yield "twice the bandwidth of the network between nodes", plan, faster, software
     for what, program in _hidden(plan, software):
         yield what, plan, cluster, program
 
