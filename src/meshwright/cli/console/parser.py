@@ -402,6 +402,12 @@ def add_trace(parser: Parser) -> None:
 def add_model(parser: Parser) -> None:
     parser.add_argument("model", metavar="CONFIG", help="a model's config.json")
     parser.add_argument(
+        "--ahead",
+        type=tokens_ahead,
+        metavar="N",
+        help="tokens that are predicted besides the next one (num_nextn_predict_layers of CONFIG, or 0)",
+    )
+    parser.add_argument(
         "--imbalance", type=float, metavar="X", help="tokens of the fullest rank's experts, relative to the average (1)"
     )
 
@@ -495,6 +501,10 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return int(text)
+
+
+def tokens_ahead(text: str) -> int:
+    return 0 if text == "0" else positive(text)
 
 
 def local_ranks(text: str) -> int:

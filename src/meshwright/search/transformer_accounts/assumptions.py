@@ -41,6 +41,8 @@ def _sentences(model: Transformer, plan: Plan, cluster: Cluster, software: Softw
     if slower > 0:
         yield f"devices: the slowest of {plan.ranks:,} takes {100 * slower:.2g} % longer than the slowest of 8"
     yield memory_left(cluster)
+    if model.ahead:
+        yield f"model: {model.ahead} further tokens are predicted, each by one more layer and one more pass of the head"
     if model.experts is not None and plan.ep > 1:
         yield f"experts: the fullest rank has {model.experts.fullest(plan.ep):.3g} times the average number of tokens"
 

@@ -21,6 +21,7 @@ from ..transformer_plans.predict import predict
 from ..transformer_plans.simulated_step import simulate_step
 from ..transformer_plans.sizes import Transformer
 from ..transformer_plans.software import MESHWRIGHT, Software
+from .fewer_ranks import fewer_ranks
 
 LEAST = 0.005
 """Smallest saved share of the time of a token that is listed."""
@@ -33,7 +34,10 @@ def changes(
     software: Software = MESHWRIGHT,
     choice: PlanChoice | None = None,
 ) -> tuple[Change, ...]:
-    """Return the changes that save time, the one that saves most first; `choice` adds faster plans of a search."""
+    """Return the changes that save time, the one that saves most first, and then the fewer ranks that would do.
+
+    `choice` adds faster plans of a search.
+    """
     now = _token_seconds(model, plan, cluster, software)
     found = [
         Change(what, _token_seconds(model, then, there, program) / now)
@@ -41,7 +45,8 @@ def changes(
     ]
     if choice is not None:
         found += _faster_plans(plan, choice, simulate_step(model, plan, cluster, software))
-    return tuple(sorted((c for c in found if c.times <= 1 - LEAST), key=lambda c: c.times))
+    saving = sorted((c for c in found if c.times <= 1 - LEAST), key=lambda c: c.times)
+    return (*saving, *fewer_ranks(model, plan, cluster, software))
 
 
 def _faster_plans(plan: Plan, choice: PlanChoice, now: float) -> Iterator[Change]:

@@ -105,7 +105,7 @@ KNOWN_RECIPES: Mapping[str, Recipe] = {
     ),
 }  # fmt: skip
 
-SIMILAR = 10.0
+SIMILAR = 8.0
 """Largest ratio of the parameters of a model and of a recipe's model. Degrees of much larger models say nothing."""
 DEGREES = ("tp", "pp", "cp", "chunks", "sequence_parallel", "schedule", "microbatch", "recompute")
 """Fields of a plan that a recipe decides for a model of another size too."""

@@ -258,7 +258,7 @@ def _no_plan_error(
         return SearchError(
             asked,
             f"no degrees of parallelism fit{' these fixed choices' if decided else ''}",
-            f"dp must divide {batch} sequences, tp must divide {model.heads} heads and fit into a node of "
+            f"dp must divide {batch} sequences, tp must divide {model.heads} heads and a node of "
             f"{cluster.per_node}, pp * chunks is at most {model.layers}, dp * tp * pp * cp is {ranks}, and "
             + (f"ep must divide {model.experts.count} experts" if model.experts else "ep is 1: there are no experts"),
             (f"use {near}" if near else "fix fewer choices") + ("; or fix fewer choices" if near and decided else ""),
@@ -269,12 +269,13 @@ def _no_plan_error(
         f"the smallest plan needs {smallest.nbytes / 1e9:.1f} GB per rank, of {memory_limit / 1e9:.1f} GB: "
         f"{smallest.plan}; the largest parts are {_largest_parts(model, smallest.plan, software)}",
         f"{(smallest.nbytes - memory_limit) / 1e9:.1f} GB are missing on each rank",
-        f"use {f'{more:,}' if more else 'more'} ranks, {' or '.join(_ways_to_fit(model, smallest.plan, memory_limit))}",
+        f"use {' or '.join(_ways_to_fit(model, smallest.plan, memory_limit, more))}",
     )
 
 
-def _ways_to_fit(model: Transformer, smallest: Plan, memory_limit: float) -> Iterator[str]:
-    """Yield what besides more ranks would make a plan fit; the states do not depend on the sequence."""
+def _ways_to_fit(model: Transformer, smallest: Plan, memory_limit: float, more: int | None) -> Iterator[str]:
+    """Yield what would make a plan fit. A shorter sequence helps only if the states fit, which do not depend on it."""
+    yield f"{more:,} ranks" if more else "more ranks"
     yield "devices with more memory"
     parts = hold(model, smallest).parts
     if float(parts["parameters and gradients"] + parts["optimizer"]) < memory_limit:
