@@ -20,7 +20,7 @@ from ..transformer_plans.peak_memory import hold
 from ..transformer_plans.predict import predict
 from ..transformer_plans.simulated_step import simulate_step
 from ..transformer_plans.sizes import Transformer
-from ..transformer_plans.software import MESHWRIGHT, Software
+from ..transformer_plans.software import MESHWRIGHT, LayerPart, Software
 from .fewer_ranks import fewer_ranks
 
 LEAST = 0.005
@@ -36,7 +36,7 @@ def changes(
 ) -> tuple[Change, ...]:
     """Return the changes that save time, the one that saves most first, and then the fewer ranks that would do.
 
-    `choice` adds faster plans of a search.
+    `choice` adds faster plans of a search. Fewer ranks are compared with the best plan of a search only.
     """
     now = _token_seconds(model, plan, cluster, software)
     found = [
@@ -46,7 +46,8 @@ def changes(
     if choice is not None:
         found += _faster_plans(plan, choice, simulate_step(model, plan, cluster, software))
     saving = sorted((c for c in found if c.times <= 1 - LEAST), key=lambda c: c.times)
-    return (*saving, *fewer_ranks(model, plan, cluster, software))
+    is_best = choice is not None and choice.best.plan == plan
+    return (*saving, *(fewer_ranks(model, plan, cluster, software) if is_best else ()))
 
 
 def _faster_plans(plan: Plan, choice: PlanChoice, now: float) -> Iterator[Change]:
@@ -84,6 +85,10 @@ def _changed(
     if plan.ranks > cluster.per_node and cluster.outside is not None:
         faster = replace(cluster, outside=_twice(cluster.outside))
         yield "twice the bandwidth of the network between nodes", plan, faster, software
+    graphs = frozenset[LayerPart](("attention", "feed-forward" if model.experts is None else "router"))
+    if not graphs <= software.graphs:
+        program = replace(software, graphs=software.graphs | graphs)
+        yield "device graphs that start the layers instead of the host", plan, cluster, program
     for what, program in _hidden(plan, software):
         yield what, plan, cluster, program
 

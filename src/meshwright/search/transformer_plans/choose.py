@@ -20,7 +20,7 @@ from ..plan_data.progress_bar import OnProgress
 from ..plan_data.units import parameters
 from .candidates import candidates, count_bundles
 from .degrees import NUMBERS, Plans, columns
-from .nearest_sizes import fitting_ranks, nearest_sizes
+from .nearest_sizes import fitting_ranks, nearest_choices, nearest_sizes
 from .peak_memory import hold
 from .predict import predict
 from .simulated_step import SimulationWork, simulate_step
@@ -249,20 +249,12 @@ def _no_plan_error(
     given: Mapping[str, JsonValue],
     software: Software,
 ) -> SearchError:
-    ranks, batch, sequence, _ = sizes
+    ranks, batch = sizes[:2]
     asked = f"a plan for {parameters(model.parameters)} on {ranks} ranks, {batch} sequences per step"
     decided = ", ".join(f"{name} = {value}" for name, value in given.items())
     asked = f"{asked}, with {decided}" if decided else asked
     if smallest is None:
-        near = str(nearest_sizes(model, ranks, batch, sequence, cluster.per_node, given))
-        return SearchError(
-            asked,
-            f"no degrees of parallelism fit{' these fixed choices' if decided else ''}",
-            f"dp must divide {batch} sequences, tp must divide {model.heads} heads and a node of "
-            f"{cluster.per_node}, pp * chunks is at most {model.layers}, dp * tp * pp * cp is {ranks}, and "
-            + (f"ep must divide {model.experts.count} experts" if model.experts else "ep is 1: there are no experts"),
-            (f"use {near}" if near else "fix fewer choices") + ("; or fix fewer choices" if near and decided else ""),
-        )
+        return _no_degrees_error(asked, model, cluster, sizes, given)
     more = fitting_ranks(model, cluster, *sizes, memory_limit, given, software)
     return SearchError(
         asked,
@@ -270,6 +262,24 @@ def _no_plan_error(
         f"{smallest.plan}; the largest parts are {_largest_parts(model, smallest.plan, software)}",
         f"{(smallest.nbytes - memory_limit) / 1e9:.1f} GB are missing on each rank",
         f"use {' or '.join(_ways_to_fit(model, smallest.plan, memory_limit, more))}",
+    )
+
+
+def _no_degrees_error(
+    asked: str, model: Transformer, cluster: Cluster, sizes: tuple[int, int, int, str], given: Mapping[str, JsonValue]
+) -> SearchError:
+    ranks, batch, sequence, _ = sizes
+    own = (model, ranks, batch, sequence, cluster.per_node, given)
+    near, choices = str(nearest_sizes(*own)), sorted(nearest_choices(*own))
+    ways = [f"use {near}"] if near else []
+    ways += [f"fix {' or '.join(choices)}"] if choices else ["fix fewer choices"] if given else []
+    experts = f"ep must divide {model.experts.count} experts" if model.experts else "ep is 1: there are no experts"
+    return SearchError(
+        asked,
+        f"no degrees of parallelism fit{' these fixed choices' if given else ''}",
+        f"dp must divide {batch} sequences, tp must divide {model.heads} heads and a node of {cluster.per_node}, "
+        f"pp * chunks is at most {model.layers}, dp * tp * pp * cp is {ranks}, and {experts}",
+        "; or ".join(ways) or "use another number of ranks",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 from meshwright.cost import Cluster
 
 from .candidates import ONE, candidates, context_sizes, divisors, tensor_sizes
+from .degrees import NUMBERS
 from .peak_memory import hold
 from .sizes import Transformer
 from .software import Software
@@ -56,6 +57,19 @@ def nearest_sizes(
         _neighbours(ranks, numbers, lambda n: has_plan(n, batch)),
         _neighbours(batch, batches, lambda n: has_plan(ranks, n)),
     )
+
+
+def nearest_choices(
+    model: Transformer, ranks: int, batch: int, sequence: int, per_node: int, given: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield, for each fixed number, the nearest ones with which a plan exists if the other choices stay."""
+    for name in given.keys() & set(NUMBERS):
+        others = {other: value for other, value in given.items() if other != name}
+        found = candidates(model, ranks, batch, sequence, "bf16", per_node, others)
+        values = sorted({int(n) for plans in found for n in np.unique(getattr(plans, name))})
+        near = _neighbours(given[name], values, lambda n: True)
+        if near:
+            yield f"{name} = {' or '.join(map(str, near))}"
 
 
 def fitting_ranks(
