@@ -314,12 +314,18 @@ def test_a_refused_number_of_ranks_comes_with_the_nearest_that_work(ranks: int, 
 
 
 @pytest.mark.parametrize(
-    ("model", "ranks", "given"),
-    [(MIXTRAL, 8, {"ep": 3}), (LLAMA, 8, {"pp": 8, "chunks": 5, "schedule": "Interleaved 1F1B"})],
+    ("model", "ranks", "given", "fix"),
+    [
+        (MIXTRAL, 8, {"ep": 3}, "fix ep = 2 or 4"),
+        (LLAMA, 8, {"pp": 8, "chunks": 5, "schedule": "Interleaved 1F1B"}, "fix chunks = 4 or pp = 4"),
+        (LLAMA, 8, {"schedule": "ZB-V", "recompute": "none", "dp": 8, "microbatch": 7}, "fix fewer choices"),
+    ],
 )
-def test_sizes_without_a_plan_are_not_recommended(model: Transformer, ranks: int, given: dict[str, Any]) -> None:
+def test_sizes_without_a_plan_are_not_recommended(
+    model: Transformer, ranks: int, given: dict[str, Any], fix: str
+) -> None:
     """No number of ranks or sequences has a plan with these fields."""
-    with pytest.raises(SearchError, match="fix:   fix fewer choices"):
+    with pytest.raises(SearchError, match=f"fix:   {fix}$"):
         choose(model, cluster_of("H100"), ranks, 64, 4096, **given)
 
 
