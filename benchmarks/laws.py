@@ -2,8 +2,9 @@
 
 States are conserved: the bytes of all ranks are those of the tensors that the plan lists. More replicas and a higher
 stage of ZeRO never need more memory. More bandwidth never makes a plan slower, nor generation beside it. Any number of
-layers runs on any number of stages. The plan that is printed as best is the best of those that are printed, and does
-not depend on a clock. A number of ranks without a plan is refused with numbers that have one. Published runs fit.
+layers runs on any number of stages. A group of tensor parallelism stays in a node. The plan that is printed as best is
+the best of those that are printed, and does not depend on a clock. A number of ranks without a plan is refused with
+numbers that have one. Published runs fit.
 """
 
 from __future__ import annotations
@@ -227,6 +228,15 @@ def layers_go_over_any_stages(case: Case, seed: int) -> Broken:
         yield f"{model.layers} layers on {ranks} ranks: only pp {tried} are tried"
 
 
+def tensor_groups_stay_in_a_node(case: Case, seed: int) -> Broken:
+    """Yield the meshes with a group of tensor parallelism on two nodes: its sums are priced by the links of one."""
+    node = int(np.random.default_rng(seed).choice([3, 4, 6, 8, 72]))
+    for mesh in meshes(case.model, case.ranks, case.batch, case.sequence, node, {}):
+        tp = mesh[1]
+        if any(begin // node != (begin + tp - 1) // node for begin in range(0, case.ranks, tp)):
+            yield f"tp {tp} on {case.ranks} ranks, {node} per node"
+
+
 # --- the search
 
 
@@ -293,6 +303,7 @@ LAWS: Mapping[str, tuple[Law, int]] = {
     "time is monotone": (time_is_monotone, 400),
     "generation is monotone": (generation_is_monotone, 400),
     "layers go over any stages": (layers_go_over_any_stages, 1600),
+    "tensor groups stay in a node": (tensor_groups_stay_in_a_node, 1600),
     "the best is the best printed": (the_best_is_the_best_printed, 60),
     "refused sizes name sizes that work": (refused_sizes_name_sizes_that_work, 400),
 }

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from meshwright.cli import main
+from meshwright.cli.console.parser import PRECISIONS
+from meshwright.search.transformer_plans.layer_time import PRECISIONS as KNOWN_PRECISIONS
 
 LLAMA = {
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -72,6 +74,24 @@ def test_uneven_experts_take_longer(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert main([*asked, *more]) == 0
         took.append(json.loads(capsys.readouterr().out)["seconds"])
     assert took[1] > 1.05 * took[0]
+
+
+def test_a_file_says_how_many_tokens_are_predicted_ahead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, plan = tmp_path / "ahead.json", tmp_path / "plan.toml"
+    path.write_text(json.dumps({**LLAMA, "num_nextn_predict_layers": 1}))
+    plan.write_text("dp = 64\nbatch = 64\nzero = 1\nsequence = 4096\n")
+    took: list[float] = []
+    for more in ([], ["--ahead", "1"], ["--ahead", "0"]):
+        asked = ["predict", str(path), str(plan), "--cluster", "64xH100, 8 per node, 400G", "--json"]
+        assert main([*asked, *more]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert ("further tokens" in " ".join(told["assumed"])) == (more != ["--ahead", "0"])
+        took.append(told["seconds"])
+    assert took[0] == took[1] > took[2]
+
+
+def test_the_command_line_knows_all_precisions() -> None:
+    assert PRECISIONS == KNOWN_PRECISIONS
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,30 @@ def test_recipes_are_those_of_models_with_experts_too_and_say_what_does_not_fit(
     assert [("does not fit" in r.how) for r in told] == [r.nbytes > usable_memory(there) for r in told]
 
 
+def test_a_small_model_on_many_ranks_is_told_of_fewer_ranks_and_of_its_host() -> None:
+    small, there = Transformer(30, 576, 9, 3, 64, 1536, 49152, tied=True), cluster("256xH100, 8 per node, 400G")
+    choice = choose(small, there, 256, 256, 2048, schedule="1F1B", recompute="none")
+    plan = choice.best.plan
+    told = changes(small, plan, there, choice=choice)
+    fewer = [change for change in told if change.ranks < 1]
+    assert [change.what for change in fewer] == [f"{int(256 * fewer[0].ranks)} ranks"]
+    assert fewer[0].times <= 1.3
+    assert fewer[0].times * fewer[0].ranks < 1
+    assert "device graphs" in " ".join(map(str, told))
+    assert not any(change.ranks < 1 for change in changes(small, plan, there))
+    assert not nearest_recipes(small, plan, there)  # the recipes of models that are 60 times larger
+
+
+def test_assumptions_say_what_a_device_lacks() -> None:
+    def told(device: str, **fields: Any) -> str:
+        return " ".join(assumptions(LLAMA, Plan(dp=8, batch=8, **fields), cluster(f"8x{device}")))
+
+    assert "no fast products in bf16" in told("V100")
+    assert "no fast products in bf16" not in told("V100", precision="fp16") + told("A100")
+    assert "no measured run" in told("L40S")
+    assert "no measured run" not in told("A100")
+
+
 @pytest.mark.parametrize("name", ["Llama-3-70B, 64 x H100", "Mixtral 8x7B, 64 x H100"])
 def test_the_nearest_recipe_to_its_own_plan_is_the_plan(name: str) -> None:
     recipe = KNOWN_RECIPES[name]

@@ -13,6 +13,8 @@ from meshwright.search.transformer_plans.families import GATED, PLAIN, TIED
 
 ELSEWHERE = frozenset({"kimi_k2"})
 """Families whose code is published with their weights."""
+GIVEN = {"nemotron": {"num_key_value_heads": 8}}
+"""Sizes that a family's default configuration lacks."""
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
@@ -58,7 +60,7 @@ def test_sizes_define_a_model_of_a_known_family(family: str) -> None:
     if family not in configs:
         pytest.skip(f"no {family} in this release")
     door = transformers.AutoModelForCausalLM if family in names else transformers.AutoModelForMaskedLM
-    own = configs[family]()
+    own = configs[family](**GIVEN.get(family, {}))
     with torch.device("meta"):
         held = sum(p.numel() for p in door.from_config(own).parameters())
     told = transformer_of(json.loads(own.to_json_string()))
@@ -73,3 +75,56 @@ def test_a_family_that_sizes_do_not_define_is_refused(family: str) -> None:
         transformer_of({**sizes, "model_type": family})
     assert "meshwright parallelize" in str(refused.value)
     assert transformer_of(sizes).gated
+
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": 100}
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        ({"layer_types": [*["sliding_attention"] * 5, "full_attention"], "sliding_window": 1024}, 5 / 6),
+        ({"model_type": "gemma3_text", "sliding_window": 1024, "sliding_window_pattern": 6}, 5 / 6),
+        ({"model_type": "gemma2", "sliding_window": 4096}, 1 / 2),
+        ({"model_type": "qwen2", "sliding_window": 4096, "layer_types": ["full_attention"] * 6}, 0.0),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, 0.0),
+        ({"model_type": "mistral", "sliding_window": 4096}, 1.0),
+        ({"model_type": "modernbert", "local_attention": 128, "global_attn_every_n_layers": 3}, 2 / 3),
+    ],
+)
+def test_the_share_of_layers_with_windows_is_that_of_the_file(config: dict[str, Any], windows: float) -> None:
+    model = transformer_of({**SMALL, **config})
+    assert (1 / model.window.every if model.window else 0.0) == pytest.approx(windows)
+    length = 1 << 20
+    whole, size = length * (0.5 if model.causal else 1.0), model.window.size if model.window else 0
+    assert model.seen(length) == pytest.approx(whole * (1 - windows) + size * windows)
+
+
+@pytest.mark.parametrize(
+    ("config", "causal"),
+    [
+        ({"model_type": "bert"}, False),
+        ({"model_type": "bert", "is_decoder": True}, True),
+        ({"model_type": "opt"}, True),
+    ],
+)
+def test_tokens_of_an_encoder_attend_to_all_tokens(config: dict[str, Any], causal: bool) -> None:
+    assert transformer_of({**SMALL, **config}).seen(512) == (256 if causal else 512)
+
+
+@pytest.mark.parametrize(
+    "config", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [3]}, {"moe_layer_freq": 2}, {"mlp_only_layers": [0, 2]}]
+)
+def test_layers_with_and_without_experts_must_not_alternate(config: dict[str, Any]) -> None:
+    experts = {"num_experts": 8, "moe_intermediate_size": 32}
+    with pytest.raises(SearchError, match="must come before"):
+        transformer_of({**SMALL, **experts, **config})
+    first = transformer_of({**SMALL, **experts, "mlp_only_layers": [0, 1]}).experts
+    assert first is not None
+    assert first.dense == 2
+
+
+def test_a_model_of_text_and_images_is_refused_with_the_part_to_pass() -> None:
+    with pytest.raises(SearchError, match="text_config") as refused:
+        transformer_of({"model_type": "gemma3", "text_config": {**SMALL, "model_type": "gemma3_text"}})
+    assert "save the object text_config" in refused.value.write

@@ -28,6 +28,8 @@ from meshwright.search import (
     simulate_step,
     usable_memory,
 )
+from meshwright.search.transformer_plans.candidates import candidates
+from meshwright.search.transformer_plans.layer_time import NARROW, PRECISIONS
 from meshwright.search.transformer_plans.tensor_layouts import stage_parts
 
 LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
@@ -182,6 +184,8 @@ def test_given_settings_are_kept() -> None:
         (lambda: choose(LLAMA, cluster_of("H100"), 8, 8, 8192, tensor=2), "tensor"),
         (lambda: predict(LLAMA, Plan(schedule="V-Half"), cluster_of("H100")), "V-Half"),
         (lambda: choose(LLAMA, cluster_of("H100"), 8, 8, 8192, schedule="Chimera"), "Chimera"),
+        (lambda: choose(LLAMA, cluster_of("A100"), 8, 8, 8192, "fp8"), "no faster products in fp8"),
+        (lambda: choose(LLAMA, cluster_of("H100"), 8, 8, 8192, "int8"), "precision 'int8'"),
         (lambda: Plan(dp=0), "dp = 0"),
         (lambda: Plan(zero=4), "zero = 4"),
         (lambda: Plan(recompute="some"), "some"),
@@ -192,6 +196,48 @@ def test_given_settings_are_kept() -> None:
 def test_impossible_plans_are_refused(act: Any, said: str) -> None:
     with pytest.raises(SearchError, match=said):
         act()
+
+
+def test_every_precision_has_a_price_where_its_products_are_faster() -> None:
+    for precision in PRECISIONS:
+        for name in ("A100", "H100", "GB300"):
+            dtype = NARROW.get(precision)
+            try:
+                seconds = float(np.asarray(predict(LLAMA, Plan(precision=precision), cluster_of(name)).seconds))
+            except SearchError:
+                assert dtype is not None
+                assert dtype not in cluster_of(name).device.flops
+                continue
+            assert seconds <= float(np.asarray(predict(LLAMA, Plan(), cluster_of(name)).seconds)) * 1.01
+
+
+@pytest.mark.parametrize(("device", "ranks", "batch"), [("H100", 1, 1), ("V100", 4, 64), ("A100-40GB", 2, 8)])
+def test_too_few_ranks_are_refused_with_a_number_that_fits(device: str, ranks: int, batch: int) -> None:
+    with pytest.raises(SearchError, match="GB are missing") as refused:
+        choose(LLAMA, cluster_of(device), ranks, batch, 2048 if ranks == 1 else 8192)
+    more = int(refused.value.write.split()[1].replace(",", ""))
+    least = {"recompute": "full", "microbatch": 1, "schedule": "1F1B"}
+    assert choose(LLAMA, cluster_of(device), more, batch, 2048 if ranks == 1 else 8192, **least).fitting > 0
+    assert more > ranks
+
+
+@pytest.mark.parametrize("given", [{"dp": 3}, {"tp": 16}, {"zero": 2, "pp": 2}, {"schedule": "ZB-V", "chunks": 3}])
+def test_fixed_choices_are_refused_with_some_that_have_a_plan(given: dict[str, Any]) -> None:
+    with pytest.raises(SearchError, match="no degrees") as refused:
+        choose(LLAMA, cluster_of("H100"), 8, 64, 4096, **given)
+    name, _, value = refused.value.write.removeprefix("fix ").split()[:3]
+    others = {key: fixed for key, fixed in given.items() if key != name}
+    assert any(True for _ in candidates(LLAMA, 8, 64, 4096, "bf16", 8, {**others, name: int(value)}))
+
+
+def test_a_plan_beyond_the_memory_needs_at_most_twice_as_much() -> None:
+    found = choose(SMALL, replace_memory(cluster_of("A100-40GB"), 6e9), 4, 64, 2048)
+    assert found.beyond is not None
+    assert 1 < found.beyond.nbytes / (0.94 * 6e9) <= 2
+
+
+def replace_memory(cluster: Cluster, nbytes: float) -> Cluster:
+    return replace(cluster, device=replace(cluster.device, memory=nbytes))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -268,12 +314,18 @@ def test_a_refused_number_of_ranks_comes_with_the_nearest_that_work(ranks: int, 
 
 
 @pytest.mark.parametrize(
-    ("model", "ranks", "given"),
-    [(MIXTRAL, 8, {"ep": 3}), (LLAMA, 8, {"pp": 8, "chunks": 5, "schedule": "Interleaved 1F1B"})],
+    ("model", "ranks", "given", "fix"),
+    [
+        (MIXTRAL, 8, {"ep": 3}, "fix ep = 2 or 4"),
+        (LLAMA, 8, {"pp": 8, "chunks": 5, "schedule": "Interleaved 1F1B"}, "fix chunks = 4 or pp = 4"),
+        (LLAMA, 8, {"schedule": "ZB-V", "recompute": "none", "dp": 8, "microbatch": 7}, "fix fewer choices"),
+    ],
 )
-def test_sizes_without_a_plan_are_not_recommended(model: Transformer, ranks: int, given: dict[str, Any]) -> None:
+def test_sizes_without_a_plan_are_not_recommended(
+    model: Transformer, ranks: int, given: dict[str, Any], fix: str
+) -> None:
     """No number of ranks or sequences has a plan with these fields."""
-    with pytest.raises(SearchError, match="fix:   fix fewer choices"):
+    with pytest.raises(SearchError, match=f"fix:   {fix}$"):
         choose(model, cluster_of("H100"), ranks, 64, 4096, **given)
 
 

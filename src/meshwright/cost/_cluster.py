@@ -144,6 +144,7 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
     device = replace(
         devices[0],
         name=" + ".join(dict.fromkeys(d.name for d in devices)),
+        source=" + ".join(dict.fromkeys(sorted(d.source for d in devices))),
         attention=(min(d.attention[0] for d in devices), min(d.attention[1] for d in devices)),
         addressable=(min(d.memory for d in devices), min(d.available for d in devices)),
         **{name: min(getattr(d, name) for d in devices) for name in ("bandwidth", "memory", "units")},
@@ -180,6 +181,17 @@ _USUAL = {
     "MI300X": ("xGMI", "RoCE-400"),
     "MI325X": ("xGMI", "RoCE-400"),
     "Ascend-910B": ("HCCS", "RoCE-200"),
+    "H100-PCIe": ("PCIe5", "InfiniBand-NDR"),
+    "H100-NVL": ("PCIe5", "InfiniBand-NDR"),
+    "L40S": ("PCIe4", "Ethernet-100"),
+    "L4": ("PCIe4", "Ethernet-100"),
+    "A10G": ("PCIe4", "Ethernet-100"),
+    "RTX-A6000": ("PCIe4", "Ethernet-100"),
+    "RTX-3090": ("PCIe4", "Ethernet-100"),
+    "RTX-4090": ("PCIe4", "Ethernet-100"),
+    "MI355X": ("xGMI4", "RoCE-400"),
+    "Gaudi2": ("Gaudi2 mesh", "Gaudi2 ports"),
+    "Gaudi3": ("Gaudi3 mesh", "Gaudi3 ports"),
     "cpu core": ("memory of one host", None),
 }
 """Device → its usual links: inside a node, and between nodes."""

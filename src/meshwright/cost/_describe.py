@@ -19,7 +19,9 @@ from ._link import LINKS, Link
 
 WRITE = "write 64xH100, or 64xA100-40GB, 8 per node, 200G (gigabits per second and device between nodes, or EFA-400)"
 MOST_CHARACTERS = 4000
-_DEVICES = re.compile(r"(\d{1,40}) ?[x×*] ?([A-Za-z][\w .-]*)")
+RACK = 72
+"""Devices of an NVL72 rack, whose links all of them share."""
+_DEVICES = re.compile(r"(\d{1,40}) ?[x×*] ?(\w[\w .-]*)")
 _WORD = re.compile(r"([- ]?)([^- ]+)")
 _SIZE = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)G(B?)")
 _SOCKET = re.compile(r"sxm\d?|nvl72")
@@ -80,6 +82,9 @@ def _usual_cluster(text: str, written: str) -> Cluster:
             words.append(word)
     name = "-".join(words)
     usual = cluster_of(_known_name(f"{name}-{size}GB") or _known_name(name) or written)
+    if usual.per_node < RACK and "nvl72" in written.casefold():
+        why = f"{usual.device.name} has nodes of {usual.per_node}; a rack of {RACK} has GB200 or GB300"
+        raise CostError(f"a cluster {text!r}", repr(written), why, f"write {RACK}xGB200")
     return replace(usual, device=replace(usual.device, memory=float(size) * GIGA)) if size else usual
 
 

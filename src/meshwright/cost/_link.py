@@ -4,7 +4,8 @@ Bandwidths are those of one device in one direction. Sources: "ml-engineering" a
 are the constants of NCCL's tuning. A ring takes 8.4 µs per call and 3.4, 5.7 or 14 µs per hop with whole messages. With
 lines that carry flags it takes 14 µs per call and 1.9 or 4 µs per hop. The rates of rings of few and of many ranks and
 of switches were measured by the named sources. The rate of PCIe is what "simumax" (MooreThreads/SimuMax,
-configs/system) measured for an all-reduce over eight A100.
+configs/system) measured for an all-reduce over eight A100. A Gaudi has 24 ports of 100 or 200 Gb/s, 21 of them to the
+other devices of its node.
 """
 
 from __future__ import annotations
@@ -118,6 +119,9 @@ LINKS: Mapping[str, Link] = {
         _nvlink("NVLink4-400", 200, 0.81, switched=0.695),
         _inside("HCCS", 196, mesh=8),
         _inside("xGMI", 448, mesh=8),
+        _inside("xGMI4", 537.6, mesh=8),
+        _inside("Gaudi2 mesh", 262.5, mesh=8),
+        _inside("Gaudi3 mesh", 525, mesh=8),
         _inside("PCIe3", 15.8, 5.7, reach=0.42),
         _inside("PCIe4", 31, 5.7, reach=0.42),
         _inside("PCIe5", 63, 5.7, reach=0.42),
@@ -132,6 +136,8 @@ LINKS: Mapping[str, Link] = {
         Link("EFA-400", 50 * GIGA, 75 * MICRO, reach=0.74, source="ml-engineering"),
         _network("Ethernet-100", 100),
         Link("Gloo on one host", 1.5 * GIGA, 0.0, start=250 * MICRO, reach=1.0, source="benchmarks/all_reduce.py"),
+        _network("Gaudi2 ports", 300),
+        _network("Gaudi3 ports", 600),
         Link("memory of one host", 4.5 * GIGA, 0.0, start=35 * MICRO, reach=1.0, source="benchmarks/all_reduce.py"),
     )
 }

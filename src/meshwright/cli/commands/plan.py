@@ -79,7 +79,8 @@ def print_choice(settings: argparse.Namespace, model: Transformer, found: PlanCh
         print_json({**best, **choice_data(model, found, machines)})
         return
     print_text(plan_costs_text(best))
-    print_text(f"\nthe fastest of {found.fitting} plans that fit ({found.considered} considered); the next best:")
+    fastest = f"the fastest of {found.fitting:,} plans that fit" if found.fitting > 1 else "the only plan that fits"
+    print_text(f"\n{fastest} ({found.considered:,} considered){'; the next best:' if found.next else ''}")
     for other in found.next[:3]:
         print_text(f"  {other.seconds / found.best.seconds:.3f} x  {differences(found.best.plan, other.plan)}")
     if simpler := found.simpler:
@@ -187,7 +188,7 @@ def plan_costs_text(told: Mapping[str, Any]) -> str:
             f"{told['bytes'] / GIGA:.1f} GB of {told['memory'] / GIGA:.0f} GB on the fullest rank{fits}",
             *helps,
             "",
-            f"{told['ranks']} ranks",
+            f"{told['ranks']:,} rank{'s' * (told['ranks'] > 1)}",
             *lines,
             "",
             "seconds of a step",
@@ -200,9 +201,11 @@ def plan_costs_text(told: Mapping[str, Any]) -> str:
 
 
 def read_model(settings: argparse.Namespace) -> Transformer:
-    """Return the model of the command line, with the imbalance of experts that it gives."""
-    path, imbalance = settings.model, settings.imbalance
-    model = transformer_of(read_object(path, "pass a model's config.json"))
+    """Return the model of the command line, with the imbalance of experts and the tokens ahead that it gives."""
+    path, imbalance, ahead = settings.model, settings.imbalance, settings.ahead
+    config = read_object(path, "pass a model's config.json")
+    ahead = config.get("num_nextn_predict_layers") or 0 if ahead is None else ahead
+    model = replace(transformer_of(config), ahead=int(ahead))
     if imbalance is None:
         return model
     if model.experts is None:

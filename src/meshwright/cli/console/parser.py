@@ -41,6 +41,8 @@ FAILS = {
 }
 """The meaning of exit code 1, by command."""
 CONFIG = "--config"
+PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+"""Precisions of plans, as `meshwright.search` knows them, which needs torch."""
 MOST_RANKS = 4096
 """Most ranks on one machine, as threads or processes."""
 
@@ -236,9 +238,7 @@ def plan_parser() -> Parser:
     parser.add_argument("--batch", type=positive, metavar="N", help="sequences per step")
     parser.add_argument("--sequence", type=positive, metavar="N", help="tokens per sequence")
     add_generation(parser)
-    parser.add_argument(
-        "--precision", choices=("bf16", "fp16", "fp8"), default="bf16", help="precision of matrix products (bf16)"
-    )
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="precision of matrix products (bf16)")
     parser.add_argument(
         "--given", type=plan_decisions, default={}, metavar="NAME=VALUE,...", help="fixed choices, such as tp=8,zero=1"
     )
@@ -402,6 +402,12 @@ def add_trace(parser: Parser) -> None:
 def add_model(parser: Parser) -> None:
     parser.add_argument("model", metavar="CONFIG", help="a model's config.json")
     parser.add_argument(
+        "--ahead",
+        type=tokens_ahead,
+        metavar="N",
+        help="tokens that are predicted besides the next one (num_nextn_predict_layers of CONFIG, or 0)",
+    )
+    parser.add_argument(
         "--imbalance", type=float, metavar="X", help="tokens of the fullest rank's experts, relative to the average (1)"
     )
 
@@ -495,6 +501,10 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return int(text)
+
+
+def tokens_ahead(text: str) -> int:
+    return 0 if text == "0" else positive(text)
 
 
 def local_ranks(text: str) -> int:

@@ -152,7 +152,19 @@ def resolve_cluster(cluster: Cluster | str | None) -> Cluster:
 
 
 def _captured(model: nn.Module, batch: Sequence[Any], loss: Callable[..., Tensor] | None) -> Program:
-    """Return the forward pass with the loss as a program. Raises BatchError if the batch has no input for the model."""
+    """Return the forward pass with the loss as a program.
+
+    Raises:
+        BatchError: the batch is no list of inputs, or has no input for the model.
+    """
+    if not isinstance(batch, (list, tuple)):
+        raise BatchError(
+            "a plan for a model and a batch",
+            f"a batch that is a {type(batch).__name__}",
+            "a batch is a list or a tuple of the inputs, in the order of the model's forward pass",
+            "pass (inputs, labels); for inputs by name, pass a module whose forward(ids, labels) calls"
+            " model(input_ids=ids, labels=labels).loss",
+        )
     if loss is not None and len(batch) < 2:
         raise BatchError(
             "a plan for a model and a loss",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from .._errors import SearchError, check_sizes
-from ..transformer_plans.candidates import tensor_sizes
+from ..transformer_plans.candidates import stays_in_a_node, tensor_sizes
 from ..transformer_plans.sizes import Transformer
 
 WAVES = (1, 2, 4, 8, 16, 32, 64)
@@ -94,13 +94,20 @@ def sampler_layouts(
 ) -> Iterator[SamplerLayout]:
     """Yield the layouts on all `ranks`; the ranks of a replica share a node and divide the heads evenly."""
     for tp in tensor_sizes(model, per_node, {}):
+        if not stays_in_a_node(tp, ranks, per_node):
+            continue
         most = SamplerLayout(ranks // tp, tp).rows(generation) if ranks % tp == 0 else 0
         yield from (SamplerLayout(ranks // tp, tp, waves) for waves in WAVES if waves <= most)
 
 
 def check_model(model: Transformer) -> None:
     """Raise SearchError for a model whose generation has no price yet."""
-    parts = {"experts": model.experts, "latent attention": model.latent, "tokens predicted ahead": model.ahead}
+    parts = {
+        "experts": model.experts,
+        "latent attention": model.latent,
+        "tokens predicted ahead": model.ahead,
+        "attention to later tokens": not model.causal,
+    }
     if found := [name for name, part in parts.items() if part]:
         raise SearchError(
             "a plan with the phases train and generate",

@@ -100,14 +100,23 @@ class Throughput:
 class Change:
     """A change of the cluster, of the program or of the work, and the time of a token after it, relative to now.
 
+    `ranks` is the number of ranks after it, relative to now. Fewer ranks may be a better use of devices, though a token
+    takes longer.
+
     >>> str(Change("twice the batch", 0.9))
     'twice the batch: 10.0 % less time for a token'
+    >>> str(Change("64 ranks", 1.2, ranks=0.25))
+    '64 ranks: 20.0 % more time for a token, 70.0 % fewer device-hours'
     """
 
     what: str
     times: float
+    ranks: float = 1.0
 
     def __str__(self) -> str:
+        if self.ranks < 1:
+            time = f"{100 * abs(self.times - 1):.1f} % {'more' if self.times > 1 else 'less'} time for a token"
+            return f"{self.what}: {time}, {100 * (1 - self.times * self.ranks):.1f} % fewer device-hours"
         return f"{self.what}: {100 * (1 - self.times):.1f} % less time for a token"
 
 
@@ -126,8 +135,9 @@ class Account:
 
     `what` names the model, `how` the plan, `where` the ranks. `memory_limit` is the number of bytes that a rank may
     hold. `why` names the bottleneck, in lines. `spent` are the seconds by part. `held` are the bytes by kind, rank by
-    rank. `assumed` says what the price takes for granted. `changes` would make a token faster, the best one first.
-    `recipes` are the plans of others for similar models. Modules and programs have no changes and recipes.
+    rank. `assumed` says what the price takes for granted. `changes` would make a token faster or take fewer devices,
+    the best one first. `recipes` are the plans of others for similar models. Modules and programs have no changes and
+    recipes.
     """
 
     what: str

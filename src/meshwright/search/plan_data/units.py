@@ -45,9 +45,11 @@ def signed(x: float) -> str:
 def parameters(number: float) -> str:
     """Return the number of a model's parameters as text.
 
-    >>> parameters(33088.0), parameters(8.03e9)
-    ('33,088 parameters', '8.03 billion parameters')
+    >>> parameters(33088.0), parameters(8.03e9), parameters(1.03e12)
+    ('33,088 parameters', '8.03 billion parameters', '1.03 trillion parameters')
     """
+    if number >= 999.5e9:
+        return f"{number / 1e12:.3g} trillion parameters"
     return f"{number / 1e9:.3g} billion parameters" if number >= 1e8 else f"{number:,.0f} parameters"
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.cost import Cluster, Habits
+import torch
+
+from meshwright.cost import DATA_SHEET, Cluster, Habits
 
 from ..plan_data.plan import Plan
 from ..transformer_plans.choose import USABLE
@@ -29,12 +31,18 @@ def _sentences(model: Transformer, plan: Plan, cluster: Cluster, software: Softw
         f"clock: under a long load, large products of 16 bits reach {100 * device.reach:.3g} % of the peak of"
         f" {device.name}, and fused attention {100 * device.attention[0]:.3g} % forward"
     )
+    if device.source.startswith(DATA_SHEET):
+        yield f"devices: these fractions of {device.name} are usual ones; no measured run was compared"
+    if plan.precision == "bf16" and torch.bfloat16 not in device.flops:
+        yield f"precision: {device.name} has no fast products in bf16, so the price is that of fp16; pass fp16"
     if plan.precision in NARROW:
         yield f"products in {plan.precision} reach {100 * device.share(NARROW[plan.precision]):.3g} % of their peak"
     slower = float(StepTime(model, plan, cluster, software, Habits()).slowest) - 1
     if slower > 0:
         yield f"devices: the slowest of {plan.ranks:,} takes {100 * slower:.2g} % longer than the slowest of 8"
     yield memory_left(cluster)
+    if model.ahead:
+        yield f"model: {model.ahead} further tokens are predicted, each by one more layer and one more pass of the head"
     if model.experts is not None and plan.ep > 1:
         yield f"experts: the fullest rank has {model.experts.fullest(plan.ep):.3g} times the average number of tokens"
 

@@ -20,7 +20,8 @@ from ..transformer_plans.peak_memory import hold
 from ..transformer_plans.predict import predict
 from ..transformer_plans.simulated_step import simulate_step
 from ..transformer_plans.sizes import Transformer
-from ..transformer_plans.software import MESHWRIGHT, Software
+from ..transformer_plans.software import MESHWRIGHT, LayerPart, Software
+from .fewer_ranks import fewer_ranks
 
 LEAST = 0.005
 """Smallest saved share of the time of a token that is listed."""
@@ -33,7 +34,10 @@ def changes(
     software: Software = MESHWRIGHT,
     choice: PlanChoice | None = None,
 ) -> tuple[Change, ...]:
-    """Return the changes that save time, the one that saves most first; `choice` adds faster plans of a search."""
+    """Return the changes that save time, the one that saves most first, and then the fewer ranks that would do.
+
+    `choice` adds faster plans of a search. Fewer ranks are compared with the best plan of a search only.
+    """
     now = _token_seconds(model, plan, cluster, software)
     found = [
         Change(what, _token_seconds(model, then, there, program) / now)
@@ -41,7 +45,9 @@ def changes(
     ]
     if choice is not None:
         found += _faster_plans(plan, choice, simulate_step(model, plan, cluster, software))
-    return tuple(sorted((c for c in found if c.times <= 1 - LEAST), key=lambda c: c.times))
+    saving = sorted((c for c in found if c.times <= 1 - LEAST), key=lambda c: c.times)
+    is_best = choice is not None and choice.best.plan == plan
+    return (*saving, *(fewer_ranks(model, plan, cluster, software) if is_best else ()))
 
 
 def _faster_plans(plan: Plan, choice: PlanChoice, now: float) -> Iterator[Change]:
@@ -68,12 +74,21 @@ def _changed(
         more = _bytes(model, whole, software) - _bytes(model, plan, software)
         yield f"no recomputation, with {size(more)} more memory", whole, cluster, software
     device = replace(cluster.device, bandwidth=2 * cluster.device.bandwidth)
-    yield "memory of devices twice as fast", plan, replace(cluster, device=device), software
+    yield "twice the memory bandwidth of the devices", plan, replace(cluster, device=device), software
     if plan.ranks > 1:
-        yield "links inside a node twice as fast", plan, replace(cluster, inside=_twice(cluster.inside)), software
+        yield (
+            "twice the bandwidth of links inside a node",
+            plan,
+            replace(cluster, inside=_twice(cluster.inside)),
+            software,
+        )
     if plan.ranks > cluster.per_node and cluster.outside is not None:
         faster = replace(cluster, outside=_twice(cluster.outside))
-        yield "the network between nodes twice as fast", plan, faster, software
+        yield "twice the bandwidth of the network between nodes", plan, faster, software
+    graphs = frozenset[LayerPart](("attention", "feed-forward" if model.experts is None else "router"))
+    if not graphs <= software.graphs:
+        program = replace(software, graphs=software.graphs | graphs)
+        yield "device graphs that start the layers instead of the host", plan, cluster, program
     for what, program in _hidden(plan, software):
         yield what, plan, cluster, program
 

@@ -105,6 +105,8 @@ KNOWN_RECIPES: Mapping[str, Recipe] = {
     ),
 }  # fmt: skip
 
+SIMILAR = 8.0
+"""Largest ratio of the parameters of a model and of a recipe's model. Degrees of much larger models say nothing."""
 DEGREES = ("tp", "pp", "cp", "chunks", "sequence_parallel", "schedule", "microbatch", "recompute")
 """Fields of a plan that a recipe decides for a model of another size too."""
 
@@ -114,11 +116,11 @@ def nearest_recipes(
 ) -> list[tuple[str, PricedPlan]]:
     """Return the names of the nearest recipes, with their plans for this model, its work and its ranks, priced.
 
-    Models with experts take the recipes of such models, and others those of others. Recipes whose degrees do not divide
-    the model, the batch or the ranks are left out.
+    Models with experts take the recipes of such models, and others those of others. Recipes of models of another size
+    are left out (`SIMILAR`), and those whose degrees do not divide the model, the batch or the ranks.
     """
     found: dict[Plan, tuple[str, PricedPlan]] = {}
-    alike = {name: x for name, x in KNOWN_RECIPES.items() if (x.model.experts is None) == (model.experts is None)}
+    alike = {name: recipe for name, recipe in KNOWN_RECIPES.items() if _is_alike(recipe.model, model)}
     for name in sorted(alike, key=lambda name: _distance(alike[name], model, plan, there)):
         recipe = alike[name]
         theirs = _adapted(recipe, model, plan, there)
@@ -133,6 +135,12 @@ def nearest_recipes(
         if len(found) == count:
             break
     return list(found.values())
+
+
+def _is_alike(known: Transformer, model: Transformer) -> bool:
+    """True if both models have experts or neither has, and if they have nearly as many parameters."""
+    same_kind = (known.experts is None) == (model.experts is None)
+    return same_kind and 1 / SIMILAR <= known.parameters / model.parameters <= SIMILAR
 
 
 def _distance(recipe: Recipe, model: Transformer, plan: Plan, there: Cluster) -> float:

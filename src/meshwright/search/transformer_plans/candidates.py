@@ -87,7 +87,7 @@ def meshes(
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield the dp, tp, pp and cp whose product is the number of ranks; a tensor-parallel group stays in a node."""
     for tp in tensor_sizes(model, per_node, given):
-        if ranks % tp:
+        if ranks % tp or not stays_in_a_node(tp, ranks, per_node):
             continue
         for pp in _among(given, "pp", [p for p in divisors(ranks // tp) if p <= model.layers]):
             rest = ranks // (tp * pp)
@@ -95,6 +95,15 @@ def meshes(
                 dp = rest // cp
                 if rest % cp == 0 and batch % dp == 0 and given.get("dp", dp) == dp:
                     yield dp, tp, pp, cp
+
+
+def stays_in_a_node(tp: int, ranks: int, per_node: int) -> bool:
+    """True if no group of `tp` neighbouring ranks is on two nodes.
+
+    >>> stays_in_a_node(3, 6, 8), stays_in_a_node(3, 24, 8), stays_in_a_node(4, 24, 8)
+    (True, False, True)
+    """
+    return ranks <= per_node or per_node % tp == 0
 
 
 def tensor_sizes(model: Transformer, per_node: int, given: Mapping[str, Any]) -> list[int]:

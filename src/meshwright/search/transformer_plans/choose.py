@@ -20,7 +20,7 @@ from ..plan_data.progress_bar import OnProgress
 from ..plan_data.units import parameters
 from .candidates import candidates, count_bundles
 from .degrees import NUMBERS, Plans, columns
-from .nearest_sizes import nearest_sizes
+from .nearest_sizes import fitting_ranks, nearest_choices, nearest_sizes
 from .peak_memory import hold
 from .predict import predict
 from .simulated_step import SimulationWork, simulate_step
@@ -44,6 +44,8 @@ PLAIN = frozenset({"1F1B", "Interleaved 1F1B"})
 """Schedules that most programs have."""
 Beside = Callable[[Plans], tuple[Row, Row]]
 """Function from plans to the seconds of other work in each step, and to the bytes that a rank holds meanwhile."""
+MORE = 2.0
+"""Memory of the devices that plans beyond the memory need at most, relative to the devices of the cluster."""
 SIMULATED = 2**17
 """Chunks times microbatches that a search simulates: counted, so that any machine finds the same plan."""
 
@@ -69,8 +71,8 @@ class PricedPlan:
 class PlanChoice:
     """The best plan, the next ones, and the number of plans that were considered.
 
-    `beyond` is the fastest plan that does not fit into memory, if it is faster than the best. `simpler` is the simplest
-    of the simulated plans that take at most 3 % longer than the best, if it is simpler than the best.
+    `beyond` is the fastest plan that would fit into twice the memory, if it is faster than the best. `simpler` is the
+    simplest of the simulated plans that take at most 3 % longer than the best, if it is simpler than the best.
     """
 
     best: PricedPlan
@@ -122,7 +124,8 @@ def choose(
         others += _best_plans(plans, fast, nbytes, keep)
         for chunks in np.unique(plans.chunks):
             best += _best_plans(plans, np.where(plans.chunks == chunks, fast, np.inf), nbytes, 1)
-        too_large += _best_plans(plans, np.where(fits, np.inf, seconds), nbytes, 1)
+        is_beyond = ~fits & (nbytes <= memory_limit * MORE)
+        too_large += _best_plans(plans, np.where(is_beyond, seconds, np.inf), nbytes, 1)
         least = priced_plan(plans, int(np.argmin(nbytes)), seconds, nbytes)
         smallest = least if smallest is None or least.nbytes < smallest.nbytes else smallest
     simulated = _to_simulate(best, others, keep)
@@ -130,7 +133,8 @@ def choose(
         simulated, model, cluster, software, beside, lambda n: tell(bundles + n, bundles + len(simulated))
     )
     if not found:
-        raise _no_plan_error(model, cluster, ranks, batch, sequence, memory_limit, smallest, given, software)
+        asked = (ranks, batch, sequence, precision)
+        raise _no_plan_error(model, cluster, asked, memory_limit, smallest, given, software)
     beyond = _faster_plan_beyond(sorted(too_large, key=_sort_key)[:1], found[0], model, cluster, software, beside)
     simpler, spent = _simpler_plan(found), time.monotonic() - begin
     return PlanChoice(found[0], tuple(found[1:keep]), considered, fitting, spent, beyond, simpler)
@@ -239,34 +243,53 @@ def priced_plan(plans: Plans, n: int, seconds: Row, nbytes: Row) -> PricedPlan:
 def _no_plan_error(
     model: Transformer,
     cluster: Cluster,
-    ranks: int,
-    batch: int,
-    sequence: int,
+    sizes: tuple[int, int, int, str],
     memory_limit: float,
     smallest: PricedPlan | None,
     given: Mapping[str, JsonValue],
     software: Software,
 ) -> SearchError:
+    ranks, batch = sizes[:2]
     asked = f"a plan for {parameters(model.parameters)} on {ranks} ranks, {batch} sequences per step"
     decided = ", ".join(f"{name} = {value}" for name, value in given.items())
     asked = f"{asked}, with {decided}" if decided else asked
     if smallest is None:
-        near = str(nearest_sizes(model, ranks, batch, sequence, cluster.per_node, given))
-        return SearchError(
-            asked,
-            f"no degrees of parallelism fit{' these fixed choices' if decided else ''}",
-            f"dp must divide {batch} sequences, tp must divide {model.heads} heads and fit into a node of "
-            f"{cluster.per_node}, pp * chunks is at most {model.layers}, dp * tp * pp * cp is {ranks}, and "
-            + (f"ep must divide {model.experts.count} experts" if model.experts else "ep is 1: there are no experts"),
-            (f"use {near}" if near else "fix fewer choices") + ("; or fix fewer choices" if near and decided else ""),
-        )
+        return _no_degrees_error(asked, model, cluster, sizes, given)
+    more = fitting_ranks(model, cluster, *sizes, memory_limit, given, software)
     return SearchError(
         asked,
         f"the smallest plan needs {smallest.nbytes / 1e9:.1f} GB per rank, of {memory_limit / 1e9:.1f} GB: "
         f"{smallest.plan}; the largest parts are {_largest_parts(model, smallest.plan, software)}",
         f"{(smallest.nbytes - memory_limit) / 1e9:.1f} GB are missing on each rank",
-        "use more ranks, devices with more memory, a shorter sequence, or a lower precision",
+        f"use {' or '.join(_ways_to_fit(model, smallest.plan, memory_limit, more))}",
     )
+
+
+def _no_degrees_error(
+    asked: str, model: Transformer, cluster: Cluster, sizes: tuple[int, int, int, str], given: Mapping[str, JsonValue]
+) -> SearchError:
+    ranks, batch, sequence, _ = sizes
+    own = (model, ranks, batch, sequence, cluster.per_node, given)
+    near, choices = str(nearest_sizes(*own)), sorted(nearest_choices(*own))
+    ways = [f"use {near}"] if near else []
+    ways += [f"fix {' or '.join(choices)}"] if choices else ["fix fewer choices"] if given else []
+    experts = f"ep must divide {model.experts.count} experts" if model.experts else "ep is 1: there are no experts"
+    return SearchError(
+        asked,
+        f"no degrees of parallelism fit{' these fixed choices' if given else ''}",
+        f"dp must divide {batch} sequences, tp must divide {model.heads} heads and a node of {cluster.per_node}, "
+        f"pp * chunks is at most {model.layers}, dp * tp * pp * cp is {ranks}, and {experts}",
+        "; or ".join(ways) or "use another number of ranks",
+    )
+
+
+def _ways_to_fit(model: Transformer, smallest: Plan, memory_limit: float, more: int | None) -> Iterator[str]:
+    """Yield what would make a plan fit. A shorter sequence helps only if the states fit, which do not depend on it."""
+    yield f"{more:,} ranks" if more else "more ranks"
+    yield "devices with more memory"
+    parts = hold(model, smallest).parts
+    if float(parts["parameters and gradients"] + parts["optimizer"]) < memory_limit:
+        yield "a shorter sequence"
 
 
 def _largest_parts(model: Transformer, plan: Plan, software: Software) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from meshwright.layout import JsonValue
 
 from .._errors import SearchError
-from .families import GATED, PLAIN, TIED
-from .sizes import Experts, Latent, Transformer, Window
+from .families import BIDIRECTIONAL, GATED, PLAIN, TIED
+from .layer_config import experts_of, first_of, latent_of, whole_number, window_of
+from .sizes import Transformer
 
 NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -18,7 +19,6 @@ NAMES = {
     "ffn": ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size"),
 }
 """Name of a size here → its names in configurations."""
-EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 UNGATED = frozenset({"gelu", "gelu_new", "relu", "gelu_fast", "gelu_pytorch_tanh"})
 """Activations without a gate, for models whose configuration does not name their family."""
 
@@ -28,14 +28,14 @@ def transformer_of(config: Mapping[str, JsonValue]) -> Transformer:
 
     >>> transformer_of({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100})
     Transformer(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256, vocab=100, gated=True, tied=False, \
-experts=None, latent=None, window=None, ahead=0)
+experts=None, latent=None, window=None, ahead=0, causal=True)
 
     Raises:
         SearchError: a size is missing or no whole number, or the layers of the `model_type` do not follow from
             sizes or are not alike.
     """
     _check_family(config)
-    sizes = {name: _first(config, names) for name, names in NAMES.items()}
+    sizes = {name: first_of(config, names) for name, names in NAMES.items()}
     missing = [n for n, x in sizes.items() if x is None and n != "ffn"]
     if missing:
         raise SearchError(
@@ -44,8 +44,8 @@ experts=None, latent=None, window=None, ahead=0)
             f"the configuration lacks {', '.join(missing)}",
             f"add {', '.join(NAMES[n][0] for n in missing)}",
         )
-    layers, hidden, heads, vocab = (_whole(n, sizes[n]) for n in ("layers", "hidden", "heads", "vocab"))
-    head_dim, expansion = _whole("head_dim", config.get("head_dim") or 0), config.get("expansion_ratio") or 4
+    layers, hidden, heads, vocab = (whole_number(n, sizes[n]) for n in ("layers", "hidden", "heads", "vocab"))
+    head_dim, expansion = whole_number("head_dim", config.get("head_dim") or 0), config.get("expansion_ratio") or 4
     tied = bool(config.get("tie_word_embeddings", config.get("model_type") in TIED))
     return Transformer(
         layers,
@@ -53,18 +53,26 @@ experts=None, latent=None, window=None, ahead=0)
         heads,
         _kv_heads(config) or heads,
         head_dim or hidden // max(heads, 1),
-        _whole("ffn", sizes["ffn"] or expansion * hidden),
+        whole_number("ffn", sizes["ffn"] or expansion * hidden),
         vocab,
         _is_gated(config),
         tied,
-        _experts(config, layers),
-        _latent(config),
-        _window(config),
+        experts_of(config, layers),
+        latent_of(config),
+        window_of(config),
+        causal=bool(config.get("is_decoder")) or config.get("model_type") not in BIDIRECTIONAL,
     )
 
 
 def _check_family(config: Mapping[str, JsonValue]) -> None:
-    family = config.get("model_type")
+    family, inner = config.get("model_type"), config.get("text_config")
+    if isinstance(inner, Mapping) and inner.get("model_type") in GATED | PLAIN:
+        raise SearchError(
+            "a transformer from a configuration",
+            f"model_type {family!r} with a text_config of {inner['model_type']!r}",
+            "only the layers of the language model follow from sizes, not those for images or sound",
+            "save the object text_config as a file of its own, and pass that: the plan is that of the language model",
+        )
     if family is not None and family not in GATED | PLAIN:
         raise SearchError(
             "a transformer from a configuration",
@@ -79,52 +87,11 @@ def _kv_heads(config: Mapping[str, JsonValue]) -> int:
     """Return the number of key and value heads; 0 stands for as many as query heads."""
     if config.get("multi_query") is not None and not config.get("new_decoder_architecture"):
         return int(bool(config["multi_query"]))
-    return _whole("num_key_value_heads", _first(config, ("num_key_value_heads", "num_kv_heads")) or 0)
-
-
-def _first(config: Mapping[str, JsonValue], names: tuple[str, ...]) -> JsonValue:
-    return next((config[n] for n in names if config.get(n) is not None), None)
-
-
-def _whole(name: str, value: JsonValue) -> int:
-    if not isinstance(value, int) and not (isinstance(value, float) and value.is_integer()):
-        raise SearchError(
-            "a transformer from a configuration",
-            f"{name}: {value!r}",
-            "the value must be an integer",
-            f'write "{name}": 32',
-        )
-    return int(value)
+    return whole_number("num_key_value_heads", first_of(config, ("num_key_value_heads", "num_kv_heads")) or 0)
 
 
 def _is_gated(config: Mapping[str, JsonValue]) -> bool:
     if config.get("model_type") in GATED | PLAIN:
         return config["model_type"] in GATED
-    activation = str(_first(config, ("hidden_act", "activation_function", "hidden_activation")) or "silu")
+    activation = str(first_of(config, ("hidden_act", "activation_function", "hidden_activation")) or "silu")
     return activation not in UNGATED
-
-
-def _experts(config: Mapping[str, JsonValue], layers: int) -> Experts | None:
-    count = _first(config, EXPERTS)
-    if not count:
-        return None
-    width = int(_first(config, ("moe_intermediate_size", "intermediate_size")) or 4 * config["hidden_size"])
-    shared = int(config.get("shared_expert_intermediate_size") or width * int(config.get("n_shared_experts") or 0))
-    chosen = int(_first(config, ("num_experts_per_tok", "num_experts_per_token", "top_k")) or 1)
-    return Experts(int(count), chosen, width, shared, min(layers, int(config.get("first_k_dense_replace") or 0)))
-
-
-def _latent(config: Mapping[str, JsonValue]) -> Latent | None:
-    if not config.get("kv_lora_rank"):
-        return None
-    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    return Latent(*(int(config.get(n) or 0) for n in names))
-
-
-def _window(config: Mapping[str, JsonValue]) -> Window | None:
-    size = config.get("sliding_window")
-    if not size or config.get("use_sliding_window") is False:
-        return None
-    kinds = config.get("layer_types") or []
-    some = sum(kind == "sliding_attention" for kind in kinds)
-    return Window(int(size), max(1, round(len(kinds) / some)) if some else 1)

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from meshwright.cost import NARROWEST, Cluster, KernelTimes, Numbers
+from meshwright.cost import DEVICES, NARROWEST, Cluster, Device, KernelTimes, Numbers
+from meshwright.layout import write_dtype
 
+from .._errors import SearchError
 from .degrees import Degrees, residual_tokens, tokens
 from .sizes import Transformer
 from .software import Software
@@ -28,6 +30,29 @@ HALF = 2
 """Bytes of one number of the activations."""
 NARROW = {"fp8": torch.float8_e4m3fn, "mxfp8": torch.float8_e4m3fn, "nvfp4": NARROWEST}
 """Precision → dtype of matrix products, if it is narrower than the 16 bits of all else."""
+PRECISIONS = ("bf16", "fp16", *NARROW)
+
+
+def check_precision(precision: str, device: Device) -> None:
+    """Raise SearchError if the precision is unknown, or if the device has no fast products of such numbers."""
+    if precision not in PRECISIONS:
+        raise SearchError(
+            f"a plan with the precision {precision!r}",
+            "a precision without a price",
+            f"the known ones are {', '.join(PRECISIONS)}",
+            'write precision = "bf16"',
+        )
+    dtype = NARROW.get(precision)
+    if dtype is None or (dtype in device.flops and device.peak(dtype) > device.peak(torch.bfloat16)):
+        return
+    able = ", ".join(name for name, known in DEVICES.items() if dtype in known.flops)
+    rate = f"flops = {{ {write_dtype(dtype)} = 400 }}"
+    raise SearchError(
+        f"a plan in {precision} on {device.name}",
+        f"{device!r}",
+        f"the device has no faster products in {precision} than in 16 bits",
+        f"use bf16 or fp16, or one of {able}; or give the rate in a cluster file, as {rate}",
+    )
 
 
 @dataclass(frozen=True)
@@ -125,9 +150,9 @@ class LayerTime:
         queries = s / p.cp
         if not self.software.fused_attention:
             return self._written(queries, s, heads)
-        share = 0.5 if self.software.even_context else np.where(p.cp > 1, 1 - 0.5 / p.cp, 0.5)
-        if m.window is not None:
-            share = share * (1 - (1 - np.minimum(1.0, 2 * m.window.size / s)) / m.window.every)
+        share = m.seen(s) / s
+        if m.causal and not self.software.even_context:
+            share = np.where(p.cp > 1, m.seen(s, s * (1 - 0.5 / p.cp)) / s, share)
         forward, backward = self.kernels.attention(queries, s, m.key_width + m.value_width, heads)
         share = share / self.software.attention
         return PassSeconds(forward * share, backward * share)

@@ -1,14 +1,23 @@
-"""Sizes near those that were asked for which a plan exists: numbers of ranks, and numbers of sequences per step."""
+"""Sizes near those that were asked for which a plan exists or fits: numbers of ranks, and of sequences per step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
-from .candidates import candidates, context_sizes, divisors, tensor_sizes
-from .sizes import Transformer
+import numpy as np
 
+from meshwright.cost import Cluster
+
+from .candidates import ONE, candidates, context_sizes, divisors, tensor_sizes
+from .degrees import NUMBERS
+from .peak_memory import hold
+from .sizes import Transformer
+from .software import Software
+
+DOUBLINGS = 12
+"""Largest number of times that a number of ranks is doubled in search of one that fits into memory."""
 TRIED = 4
 """Largest number of sizes that are tried below and above. Not every size has a plan with the fixed fields."""
 
@@ -48,6 +57,39 @@ def nearest_sizes(
         _neighbours(ranks, numbers, lambda n: has_plan(n, batch)),
         _neighbours(batch, batches, lambda n: has_plan(ranks, n)),
     )
+
+
+def nearest_choices(
+    model: Transformer, ranks: int, batch: int, sequence: int, per_node: int, given: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield, for each fixed number, the nearest ones with which a plan exists if the other choices stay."""
+    for name in given.keys() & set(NUMBERS):
+        others = {other: value for other, value in given.items() if other != name}
+        found = candidates(model, ranks, batch, sequence, "bf16", per_node, others)
+        values = sorted({int(n) for plans in found for n in np.unique(getattr(plans, name))})
+        near = _neighbours(given[name], values, lambda n: True)
+        if near:
+            yield f"{name} = {' or '.join(map(str, near))}"
+
+
+def fitting_ranks(
+    model: Transformer,
+    cluster: Cluster,
+    ranks: int,
+    batch: int,
+    sequence: int,
+    precision: str,
+    memory_limit: float,
+    given: Mapping[str, Any],
+    software: Software,
+) -> int | None:
+    """Return the number of ranks, by doubling, on which a plan for the same batch fits; None if there is none."""
+    least = {"recompute": "full", "microbatch": 1, "schedule": ONE, **given}
+    for more in (ranks << n for n in range(1, DOUBLINGS + 1)):
+        found = candidates(model, more, batch, sequence, precision, cluster.per_node, least)
+        if any(np.min(hold(model, plans, software).nbytes) <= memory_limit for plans in found):
+            return more
+    return None
 
 
 def _inner_sizes(model: Transformer, sequence: int, per_node: int, given: Mapping[str, Any]) -> set[int]:

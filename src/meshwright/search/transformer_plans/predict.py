@@ -15,7 +15,7 @@ from meshwright.reshard import CollectiveKind
 from .degrees import Degrees, microbatches, tokens
 from .layer_pass import LayerPass
 from .layer_shares import different_ranks
-from .layer_time import BESIDE, HALF, NARROW, LayerTime, PassSeconds
+from .layer_time import BESIDE, HALF, NARROW, LayerTime, PassSeconds, check_precision
 from .schedule_facts import DOUBLE, FLUSH, check_chunks, facts_of
 from .sizes import Transformer
 from .software import MESHWRIGHT, Software
@@ -61,9 +61,11 @@ def predict(
     1.7
 
     Raises:
-        SearchError: the bubble of the schedule is not known, or it has another number of chunks.
+        SearchError: the bubble of the schedule is not known, or it has another number of chunks; the precision is
+            unknown, or slower than 16 bits on the device.
     """
     check_chunks(plan.schedule, plan.chunks)
+    check_precision(plan.precision, cluster.device)
     return StepTime(model, plan, cluster, software, habits or Habits()).prediction()
 
 
@@ -364,7 +366,7 @@ def _overlapped_seconds(computed: Numbers, meeting: Numbers) -> Numbers:
 
 
 def model_flops(model: Transformer, plan: Degrees) -> Numbers:
-    """Return the operations of a step that the model needs, without recomputation; half of causal scores count.
+    """Return the operations of a step that the model needs, without recomputation; scores count that are seen.
 
     Products of parameters with tokens count once forward and twice for gradients. The embedding table is looked up and
     does not count; a head is multiplied.
@@ -373,7 +375,7 @@ def model_flops(model: Transformer, plan: Degrees) -> Numbers:
     active: float = model.parameters + model.embedding_parameters * (model.ahead - (0 if model.tied else 1))
     if x is not None:
         active -= model.expert_parameters * sparse * (1 - x.chosen / x.count)
-    scores = plan.sequence * ((dense + sparse) * model.heads * (model.key_width + model.value_width) / 2)
+    scores = model.seen(plan.sequence) * ((dense + sparse) * model.heads * (model.key_width + model.value_width))
     return 6.0 * (plan.batch * plan.sequence) * (active + scores)
 
 

@@ -65,10 +65,23 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Sliding windows: every `every`-th layer attends to the last `size` tokens only."""
+    """Sliding windows: one of `every` layers attends to the nearest `size` tokens only; 1.2 means five of six layers.
+
+    Raises:
+        SearchError: `every` is below 1, or `size` is.
+    """
 
     size: int
-    every: int = 1
+    every: float = 1
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not self.every >= 1:
+            raise SearchError(
+                "windows",
+                f"size={self.size}, every={self.every}",
+                "a window has at least one token, and at most all layers have one",
+                "write Window(4096, every=2), if every second layer has one",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +109,8 @@ class Transformer:
     window: Window | None = None
     ahead: int = 0
     """Number of tokens that are predicted besides the next one; each takes a layer and the head (arXiv 2404.19737)."""
+    causal: bool = True
+    """True if a token attends only to the tokens before it."""
 
     def __post_init__(self) -> None:
         if min(self.layers, self.hidden, self.heads, self.kv_heads, self.head_dim, self.vocab) < 1:
@@ -120,6 +135,17 @@ class Transformer:
         if self.experts is None:
             return dense + self.ahead, 0
         return dense, self.layers - dense + self.ahead
+
+    def seen(self, sequence: Numbers, whole: Numbers | None = None) -> Numbers:
+        """Return the number of keys that a query attends to, averaged over queries and layers.
+
+        `whole` is the number in a layer without a window, if it is not that of all queries of a sequence.
+        """
+        if whole is None:
+            whole = sequence * (0.5 if self.causal else 1.0)
+        if self.window is None:
+            return whole
+        return whole + (np.minimum(whole, self.window.size) - whole) / self.window.every
 
     @property
     def key_width(self) -> int:
