@@ -9,10 +9,10 @@ first mistake, and its text names the other rank's call.
     a closed link                             DeadPeerError; MissingCallError if the rank said that it ended
     no frame                                  the result of `peer_examiner.py`
 
-The data of a small call is part of its frames (`swap`). A larger call that was predicted is compared behind its transfer
-instead (`comparison_order.py`). If a call is only queued on a device, its frames may lag behind it (`call_frames.py`).
-A message has no frame, since its two ranks make their calls at different times. A rank that waits for a message detects
-ended, waiting and slow ranks in the same manner.
+The data of a small call is part of its frames (`swap`). A larger call that was predicted is compared behind its
+transfer instead (`comparison_order.py`). If a call is only queued on a device, its frames may lag behind it
+(`call_frames.py`). A message has no frame, since its two ranks make their calls at different times. A rank that waits
+for a message detects ended, waiting and slow ranks in the same manner.
 """
 
 from __future__ import annotations

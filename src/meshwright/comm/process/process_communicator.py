@@ -3,8 +3,9 @@
 On a device with streams, collectives are queued on a communication stream (`QueuedCommunicator`), and the host waits
 for none of them.
 
-Tensors on the CPU use shared memory if all ranks of the group are on one host, and Gloo otherwise. Messages use their
-own connections, between the memories of the hosts, and are copied from and to other devices: NCCL has no tags, and its
+Tensors on the CPU use shared memory if all ranks of the group are on one host, and Gloo otherwise. If every call is
+compared, the data of small collectives travels with the comparison instead (`small_calls.py`). Messages use their own
+connections, between the memories of the hosts, and are copied from and to other devices: NCCL has no tags, and its
 senders wait for their receivers. With Gloo as backend, collectives of tensors on a device are copied in the same way.
 
 If a transport does not reduce a dtype exactly, the data is moved as bytes and reduced here, in the order of the group.
@@ -300,19 +301,25 @@ class ProcessCommunicator(QueuedCommunicator):
 
     def _in_frames(self, call: CommCall, x: Tensor) -> list[Tensor]:
         """Return the results of a small call, in new memory."""
-        return results_of(call, self._swapped(call, data_of(x)), x.device)
+        return self._swapped(call, data_of(x), lambda found: results_of(call, found, x.device))
 
-    def _swapped(self, call: CommCall, data: bytes) -> list[bytes]:
-        """Compare a call, and return the data of every rank. Conversions in the background finish before."""
+    def _swapped(self, call: CommCall, data: bytes, result: Callable[[list[bytes]], T]) -> T:
+        """Return the result of a call for the data of every rank, which travels in the frames that compare the call.
+
+        Conversions in the background finish before.
+        """
         self._side.drain()
         with self._noted(call) as noted:
             found = self._guard.swap(call, data)
             noted.agreed = time.time()
-            return found
+            try:
+                return result(found)
+            except RuntimeError as error:
+                raise self._guard.explain(call, error) from error
 
     def _barrier(self, call: CommCall) -> None:
         if self._is_small(call, torch.device(CPU)):
-            self._swapped(call, b"")
+            self._swapped(call, b"", len)
             return
         self._carried(call, lambda: self._open(CPU_BACKEND, call.group).barrier())
 
@@ -322,7 +329,7 @@ class ProcessCommunicator(QueuedCommunicator):
             return super().any_true(flag, group)
         call = CommCall("any_true", "", None, (), (), group)
         with self.seen.note(call, 0):
-            return any(map(any, self._swapped(call, bytes([flag]))))
+            return self._swapped(call, bytes([flag]), lambda flags: any(map(any, flags)))
 
     def settle(self) -> None:
         try:

@@ -64,16 +64,11 @@ class Frame(NamedTuple):
     took: int = 0
     data: bytes | None = None
 
-    @property
-    def head(self) -> bytes:
-        """Return the frame as bytes, without its data."""
+    def packed(self) -> bytes:
+        """Return the frame as bytes, of which the last ones are the data."""
         group, number, common, identity, balance, text, took, data = self
         length = _NO_DATA if data is None else len(data)
-        return _HEADER.pack(len(text), length, group, number, common, identity, balance, took) + text
-
-    def packed(self) -> bytes:
-        """Return the frame as bytes."""
-        return self.head + (self.data or b"")
+        return _HEADER.pack(len(text), length, group, number, common, identity, balance, took) + text + (data or b"")
 
 
 class Link:
