@@ -72,10 +72,11 @@ def accurate(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def product_of_pieces(x: Tensor, w: Tensor, pieces: int) -> Tensor:
-    """Return `x @ w`, for `x` (..., m, k) and `w` (..., k, n) of equal leading dims; k has `pieces` pieces here."""
-    if x.dtype == torch.float16:
-        x, w = x.float(), w.float()  # kernels of float16 compute an element from other columns too
+def plain_product(x: Tensor, w: Tensor, pieces: int) -> Tensor:
+    """Return `x @ w` by torch's kernels, for `x` (..., m, k) and `w` (..., k, n) of equal leading dims.
+
+    k has `pieces` pieces here.
+    """
     (m, k), n = x.shape[-2:], w.shape[-1]
     size = k // pieces
     rest = -size % CONTRACTED if pads_contraction(x.device.type, x.dtype) else 0

@@ -28,6 +28,7 @@ from ._errors import refusal
 from .functions import ALIASES, REPLACED
 from .kernel_check import check_kernels
 from .operators import settled
+from .piece_products import longest_piece
 
 _only_recordings: ContextVar[bool] = ContextVar("only_recordings", default=False)
 
@@ -40,6 +41,7 @@ class SameNumbers(TorchFunctionMode):
 
     def __enter__(self) -> SameNumbers:
         check_kernels()
+        longest_piece()  # memoized now
         return super().__enter__()
 
     def __eq__(self, other: object) -> bool:

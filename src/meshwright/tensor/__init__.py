@@ -74,7 +74,8 @@ from .core.tree import key_of_tree, leaves_in, map_leaves, map_tensors, tensors_
 from .core.write_counts import writes_to
 from .execution import dispatch as dispatch
 from .execution import func_transforms as func_transforms
-from .execution.few_row_products import fast_products, has_fast_products, product, sum_with_product
+from .execution.few_row_products import fast_products, has_fast_products, has_values, product, sum_with_product
+from .execution.native_kernel import native_kernel
 from .handlers import direct_attributes as direct_attributes
 from .handlers import padded_encoder as padded_encoder
 from .handlers import sparse_constructors as sparse_constructors
@@ -155,6 +156,7 @@ __all__ = [
     "gathered_axes",
     "grouped_product",
     "has_fast_products",
+    "has_values",
     "in_backward",
     "in_capture",
     "initial_checksum_of",
@@ -167,6 +169,7 @@ __all__ = [
     "local_parts",
     "map_leaves",
     "map_tensors",
+    "native_kernel",
     "not_finite_anywhere",
     "note_spec",
     "noted_spec",
