@@ -45,8 +45,8 @@ def tree(term: Callable[[int], Tensor], first: int, count: int) -> Tensor:
     return tree(term, first, half) + tree(term, first + half, count - half)
 
 
-def sum_of_pieces(x: Tensor, dim: int, pieces: int) -> Tensor:
-    """Return the sum of `x` along `dim`, which has `pieces` pieces here."""
+def plain_sum(x: Tensor, dim: int, pieces: int) -> Tensor:
+    """Return the sum of `x` along `dim` by operators of torch; `dim` has `pieces` pieces here."""
     return _adjacent(_halves(x.unflatten(dim, (pieces, -1)), dim + 1), dim)
 
 

@@ -15,8 +15,9 @@ from meshwright.layout import Dim, Layout, TorchValue, axes_of
 from meshwright.spmd import LocalCall, Rule, register_rule
 from meshwright.tensor import DistTensor, redistribute
 
-from .kernels import accurate, pieces_of, sum_of_pieces, tree
+from .kernels import accurate, pieces_of, tree
 from .piece_products import product_of_blocks, product_of_pieces
+from .piece_sums import sum_of_pieces
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _LIBRARY.define("fixed_product(Tensor x, Tensor w, bool transposed, int pieces) -> Tensor")

@@ -23,7 +23,9 @@ from .kernels import accurate, padded, plain_product
 _SOURCE = Path(__file__).with_name("piece_products.cpp")
 _LONGEST = (192, 128, 64, CONTRACTED)
 """Lengths of pieces, up to the longest one that MKL adds up in one chain."""
-_LENGTHS = (1, 5, 12, 43, CONTRACTED, 60)
+_SHORTEST = 2
+"""A piece of one element is no sum: it may be -0, and a sum that begins with 0 may not."""
+_LENGTHS = (_SHORTEST, 5, 12, 43, CONTRACTED, 60)
 """Lengths of further pieces that are compared."""
 _SHAPES = ((16, 16), (48, 96), (112, 384))
 """Rows and columns of the products that are compared."""
@@ -54,16 +56,21 @@ def product_of_blocks(x: Tensor, w: Tensor) -> Tensor:
 
 def _by_kernel(x: Tensor, w: Tensor, size: int) -> Tensor | None:
     """Return the product in pieces of `size` elements, the last one maybe shorter; None if torch computes it."""
-    if not has_values(x) or not has_values(w) or not x.numel() or not w.numel():
+    if not runs_kernels(x, w) or not _SHORTEST <= size <= longest_piece():
         return None
+    kernel = product_kernel()
+    return None if kernel is None else _run(kernel, x, w, size)
+
+
+def runs_kernels(*operands: Tensor) -> bool:
+    """True if kernels of this package can read the operands; they are not recorded, and have one thread."""
     if torch.get_num_threads() > 1 or in_capture() or parts_recorded():
-        return None
-    kernel = piece_kernel()
-    return None if kernel is None or size > longest_piece() else _run(kernel, x, w, size)
+        return False
+    return all(has_values(x) and x.numel() for x in operands)
 
 
 @cache
-def piece_kernel() -> Callable[..., None] | None:
+def product_kernel() -> Callable[..., None] | None:
     """Return the kernel; None without a compiler, and if kernels are off."""
     return native_kernel(_SOURCE, *[ctypes.c_void_p] * 4)
 
@@ -90,7 +97,7 @@ def longest_piece() -> int:
 
     The first call compiles the kernel. It must be outside a capture, where products are fake.
     """
-    kernel = piece_kernel()
+    kernel = product_kernel()
     if kernel is None or not all(_is_equal(kernel, size) for size in _LENGTHS):
         return 0
     return next((size for size in _LONGEST if _is_equal(kernel, size)), 0)

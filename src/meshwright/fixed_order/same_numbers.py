@@ -29,6 +29,7 @@ from .functions import ALIASES, REPLACED
 from .kernel_check import check_kernels
 from .operators import settled
 from .piece_products import longest_piece
+from .piece_sums import sum_kernel
 
 _only_recordings: ContextVar[bool] = ContextVar("only_recordings", default=False)
 
@@ -42,6 +43,7 @@ class SameNumbers(TorchFunctionMode):
     def __enter__(self) -> SameNumbers:
         check_kernels()
         longest_piece()  # memoized now
+        sum_kernel()
         return super().__enter__()
 
     def __eq__(self, other: object) -> bool:

@@ -1,8 +1,9 @@
-"""The C++ kernel of products in pieces: the bits of torch's kernels, for every shape and memory order."""
+"""The C++ kernels of products and sums in pieces: the bits of the plain form, for every shape and memory order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from random import Random
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.fixed_order import piece_products
-from meshwright.fixed_order.kernels import padded, plain_product
+from meshwright.fixed_order import piece_products, piece_sums
+from meshwright.fixed_order.kernels import padded, plain_product, plain_sum
 from meshwright.fixed_order.piece_products import longest_piece, product_of_blocks, product_of_pieces
+from meshwright.fixed_order.piece_sums import sum_kernel, sum_of_pieces
 
 needs_kernel = pytest.mark.skipif(not longest_piece(), reason="no compiler, or torch has other bits than the kernel")
 VALUES = torch.tensor([0.0, -0.0, 1e-30, -1e30, torch.inf, -torch.inf, torch.nan])
@@ -87,11 +89,33 @@ def test_products_in_blocks_have_the_bits_of_the_padded_form(
     assert torch.equal(bits(product_of_blocks(x, w)), bits(wanted))
 
 
+@pytest.mark.skipif(sum_kernel() is None, reason="no compiler")
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 3),
+    st.integers(0, 45),
+    st.sampled_from([1, 2, 3, 8]),
+    st.lists(st.sampled_from([0, 1, 3, 70, 130]), max_size=2),
+    st.lists(st.sampled_from([1, 2, 5]), max_size=2),
+    st.randoms(use_true_random=False),
+)
+def test_sums_have_the_bits_of_the_plain_form(
+    gap: int, size: int, pieces: int, inner: list[int], outer: list[int], random: Random
+) -> None:
+    shape = (*outer, size * pieces, *inner)
+    order = random.sample(range(len(shape)), len(shape))
+    torch.manual_seed(size)
+    x = operand(tuple(shape[d] for d in order[:-1]), shape[order[-1]], 1 + gap, "rows", torch.float32)[..., gap]
+    x = x.permute(*(order.index(d) for d in range(len(shape))))
+    found, wanted = sum_of_pieces(x, len(outer), pieces), plain_sum(x, len(outer), pieces)
+    assert torch.equal(bits(found), bits(wanted))
+
+
 @needs_kernel
-def test_the_kernel_is_used_up_to_the_longest_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_used_for_sums_up_to_the_longest_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(piece_products, "_run", lambda kernel, x, w, size: calls.append(size))  # pyright: ignore
-    sizes = (1, longest_piece(), longest_piece() + 1)
+    sizes = (2, longest_piece(), longest_piece() + 1, 1)
     for size in sizes:
         product_of_pieces(torch.ones(3, 2 * size), torch.ones(2 * size, 5), 2)
     assert calls == list(sizes[:2])
@@ -111,5 +135,6 @@ def test_numbers_are_the_same_without_a_kernel(dtype: torch.dtype, monkeypatch: 
         return [out.detach(), x.grad, w.grad]
 
     first = outcome()
-    monkeypatch.setattr(piece_products, "piece_kernel", lambda: None)
+    monkeypatch.setattr(piece_products, "product_kernel", lambda: None)
+    monkeypatch.setattr(piece_sums, "sum_kernel", lambda: None)
     assert all(map(torch.equal, first, outcome()))
