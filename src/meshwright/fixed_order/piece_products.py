@@ -38,7 +38,7 @@ def product_of_pieces(x: Tensor, w: Tensor, pieces: int) -> Tensor:
     """
     if not is_separable(x.device.type, x.dtype):
         x, w = accurate(x), accurate(w)
-    found = _by_kernel(x, w, x.shape[-1] // pieces)
+    found = _by_kernel(x, w, x.shape[-1] // pieces) if x.shape[-1] % pieces == 0 else None
     return plain_product(x, w, pieces) if found is None else found
 
 
@@ -57,6 +57,8 @@ def product_of_blocks(x: Tensor, w: Tensor) -> Tensor:
 def _by_kernel(x: Tensor, w: Tensor, size: int) -> Tensor | None:
     """Return the product in pieces of `size` elements, the last one maybe shorter; None if torch computes it."""
     if not runs_kernels(x, w) or not _SHORTEST <= size <= longest_piece():
+        return None
+    if x.shape[-1] != w.shape[-2] or x.shape[:-2] != w.shape[:-2]:  # torch raises the error
         return None
     kernel = product_kernel()
     return None if kernel is None else _run(kernel, x, w, size)

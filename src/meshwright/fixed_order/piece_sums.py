@@ -23,7 +23,8 @@ _Numbers = ctypes.c_int64 * 7
 
 def sum_of_pieces(x: Tensor, dim: int, pieces: int) -> Tensor:
     """Return the sum of `x` along `dim`, which has `pieces` pieces here."""
-    kernel = sum_kernel() if runs_kernels(x) else None
+    is_divisible = x.shape[dim] % pieces == 0  # if not, torch raises the error
+    kernel = sum_kernel() if is_divisible and runs_kernels(x) else None
     return plain_sum(x, dim, pieces) if kernel is None else _run(kernel, x, dim, pieces)
 
 
