@@ -15,7 +15,8 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.fixed_order.functions import REPLACED
-from meshwright.fixed_order.kernels import pieces_of, sum_of_pieces
+from meshwright.fixed_order.kernels import pieces_of
+from meshwright.fixed_order.piece_sums import sum_of_pieces
 
 Call = Callable[..., Tensor]
 Shapes = tuple[str, ...]

@@ -4,6 +4,8 @@ In reading order:
 
     kernel_check   check of the property of torch's kernels that the order depends on
     kernels        sums and products of local tensors in an order that depends on global sizes only
+    piece_products such products by a C++ kernel, where there is a compiler
+    piece_sums     such sums by a C++ kernel
     operators      operators with such sums, their sharding rules and local forms
     microbatches   pieces of the batch in a microbatch, and sums over microbatches
     derivatives    functions whose gradients are such sums

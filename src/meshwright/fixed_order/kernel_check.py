@@ -14,7 +14,6 @@ SIZES = ((ROWS, CONTRACTED, ROWS), (3 * ROWS, 4 * CONTRACTED, 6 * ROWS), (8 * RO
 """Rows, contraction and columns of the products that are compared."""
 UNPADDED = ((ROWS, 5, ROWS), (3 * ROWS, 43, 6 * ROWS), (8 * ROWS, 172, 24 * ROWS))
 """The same for products whose contraction is not padded."""
-CHECKED = (torch.float32, torch.bfloat16)
 
 
 @cache
@@ -24,39 +23,42 @@ def check_kernels() -> None:
     Raises:
         SameNumbersError: an element of a product in float32 depends on other rows or columns.
     """
-    for sizes in SIZES:
-        if not _is_separable(*_operands(sizes, torch.float32)):
-            m, k, n = sizes
-            raise SameNumbersError(
-                "same_numbers() on torch.float32",
-                f"torch {torch.__version__}, whose product of ({m}, {k}) and ({k}, {n}) differs from its parts",
-                "the contract needs products whose elements depend on their own row and column only",
-                "use another build of torch, such as one with MKL and oneDNN",
-            )
-    for dtype in CHECKED:  # memoized now: inside a capture, products are fake
-        pads_contraction("cpu", dtype_of_products("cpu", dtype))
+    sizes = _inseparable_sizes(torch.float32)
+    if sizes is not None:
+        m, k, n = sizes
+        raise SameNumbersError(
+            "same_numbers() on float32",
+            f"torch {torch.__version__}, whose product of ({m}, {k}) and ({k}, {n}) differs from its parts",
+            "the contract needs products whose elements depend on their own row and column only",
+            "use another build of torch, such as one with MKL and oneDNN",
+        )
+    for dtype in (torch.float32, torch.bfloat16):  # memoized now: inside a capture, products are fake
+        is_separable("cpu", dtype)
+        pads_contraction("cpu", dtype)
 
 
 @lru_cache(maxsize=64)
-def dtype_of_products(device: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which products of numbers of `dtype` are computed.
+def is_separable(device: str, dtype: torch.dtype) -> bool:
+    """True if elements of a padded product depend on their own row and column only, in whatever memory order.
 
-    It is float32 for float16, and for bfloat16 on a processor whose kernels compute an element from other rows or
-    columns too, such as one without AVX-512.
+    Kernels of float16 compute an element from other columns too. So do kernels of bfloat16 on processors without
+    instructions for it: they add up a transposed operand in another order.
     """
     if dtype == torch.float16:
-        return torch.float32
-    if device != "cpu" or dtype != torch.bfloat16:
-        return dtype
-    return dtype if all(_is_separable(*_operands(sizes, dtype)) for sizes in SIZES) else torch.float32
+        return False
+    return device != "cpu" or _inseparable_sizes(dtype) is None
 
 
 @lru_cache(maxsize=64)
 def pads_contraction(device: str, dtype: torch.dtype) -> bool:
     """True if the contraction of a product must be padded for its elements to depend on their row and column only."""
-    if device != "cpu" or dtype not in CHECKED:
+    if device != "cpu" or not is_separable(device, dtype):
         return True
     return not all(_is_separable(*_operands(sizes, dtype)) for sizes in UNPADDED)
+
+
+def _inseparable_sizes(dtype: torch.dtype) -> tuple[int, int, int] | None:
+    return next((sizes for sizes in SIZES if not _is_separable(*_operands(sizes, dtype))), None)
 
 
 def _operands(sizes: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .kernel_check import CONTRACTED, ROWS, dtype_of_products, pads_contraction
+from .kernel_check import CONTRACTED, ROWS, pads_contraction
 
 MOST_PIECES = 8
 
@@ -45,8 +45,8 @@ def tree(term: Callable[[int], Tensor], first: int, count: int) -> Tensor:
     return tree(term, first, half) + tree(term, first + half, count - half)
 
 
-def sum_of_pieces(x: Tensor, dim: int, pieces: int) -> Tensor:
-    """Return the sum of `x` along `dim`, which has `pieces` pieces here."""
+def plain_sum(x: Tensor, dim: int, pieces: int) -> Tensor:
+    """Return the sum of `x` along `dim` by operators of torch; `dim` has `pieces` pieces here."""
     return _adjacent(_halves(x.unflatten(dim, (pieces, -1)), dim + 1), dim)
 
 
@@ -72,10 +72,11 @@ def accurate(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def product_of_pieces(x: Tensor, w: Tensor, pieces: int) -> Tensor:
-    """Return `x @ w`, for `x` (..., m, k) and `w` (..., k, n) of equal leading dims; k has `pieces` pieces here."""
-    dtype = dtype_of_products(x.device.type, x.dtype)
-    x, w = x.to(dtype), w.to(dtype)
+def plain_product(x: Tensor, w: Tensor, pieces: int) -> Tensor:
+    """Return `x @ w` by torch's kernels, for `x` (..., m, k) and `w` (..., k, n) of equal leading dims.
+
+    k has `pieces` pieces here.
+    """
     (m, k), n = x.shape[-2:], w.shape[-1]
     size = k // pieces
     rest = -size % CONTRACTED if pads_contraction(x.device.type, x.dtype) else 0

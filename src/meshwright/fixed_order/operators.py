@@ -15,8 +15,9 @@ from meshwright.layout import Dim, Layout, TorchValue, axes_of
 from meshwright.spmd import LocalCall, Rule, register_rule
 from meshwright.tensor import DistTensor, redistribute
 
-from .kernel_check import CONTRACTED
-from .kernels import accurate, padded, pieces_of, product_of_pieces, sum_of_pieces, tree
+from .kernels import accurate, pieces_of, tree
+from .piece_products import product_of_blocks, product_of_pieces
+from .piece_sums import sum_of_pieces
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _LIBRARY.define("fixed_product(Tensor x, Tensor w, bool transposed, int pieces) -> Tensor")
@@ -109,12 +110,6 @@ def _product_rule(x: Tensor, w: Tensor, transposed: bool, pieces: int) -> Rule:
     return Rule(text, over="sum", forms={"k": _product_form}, invariant=frozenset("k"))
 
 
-def _batched_product(x: Tensor, y: Tensor) -> Tensor:
-    blocks = -(-x.shape[-1] // CONTRACTED)
-    rest = blocks * CONTRACTED - x.shape[-1]
-    return product_of_pieces(padded(x, rest, 0), padded(y, 0, rest), blocks).to(x.dtype)
-
-
 def _sum(x: Tensor, dim: int, pieces: int) -> Tensor:
     return sum_of_pieces(accurate(x), dim, pieces)
 
@@ -160,7 +155,7 @@ def _scatter_rule(x: Tensor, rows: Tensor, size: int, pieces: int) -> Rule:
 def _register() -> None:
     whole = {
         "fixed_product": lambda x, w, transposed, pieces: _product(x, w, transposed, pieces).to(x.dtype),
-        "fixed_batched_product": _batched_product,
+        "fixed_batched_product": lambda x, y: product_of_blocks(x, y).to(x.dtype),
         "fixed_sum": _whole_sum,
         "fixed_scatter": lambda x, rows, size, pieces: _scatter(x, rows, size, pieces).to(x.dtype),
     }

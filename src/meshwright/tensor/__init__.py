@@ -74,7 +74,8 @@ from .core.tree import key_of_tree, leaves_in, map_leaves, map_tensors, tensors_
 from .core.write_counts import Mark, mark_of
 from .execution import dispatch as dispatch
 from .execution import func_transforms as func_transforms
-from .execution.few_row_products import fast_products, has_fast_products, product, sum_with_product
+from .execution.few_row_products import fast_products, has_fast_products, has_values, product, sum_with_product
+from .execution.native_kernel import native_kernel
 from .handlers import direct_attributes as direct_attributes
 from .handlers import padded_encoder as padded_encoder
 from .handlers import sparse_constructors as sparse_constructors
@@ -158,6 +159,7 @@ __all__ = [
     "gathered_axes",
     "grouped_product",
     "has_fast_products",
+    "has_values",
     "in_backward",
     "in_capture",
     "initial_checksum_of",
@@ -172,6 +174,7 @@ __all__ = [
     "map_leaves",
     "map_tensors",
     "mark_of",
+    "native_kernel",
     "not_finite_anywhere",
     "note_spec",
     "noted_spec",

@@ -79,7 +79,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _product(x: Tensor, w: Tensor) -> Tensor | None:
     """Return the product of rows [..., k] and the transpose of a matrix [n, k]; None if torch computes it."""
-    if not _has_values(x) or not _has_values(w) or w.dim() != 2:
+    if not has_values(x) or not has_values(w) or w.dim() != 2:
         return None
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.get_num_threads() > 1:
         return None
@@ -93,6 +93,6 @@ def _product(x: Tensor, w: Tensor) -> Tensor | None:
     return out
 
 
-def _has_values(x: Tensor) -> bool:
-    """True if the kernel can read the numbers of the tensor from memory. A subclass may keep them elsewhere."""
+def has_values(x: Tensor) -> bool:
+    """True if a kernel can read the float32 numbers of the tensor from memory. A subclass may keep them elsewhere."""
     return x.dtype is torch.float32 and x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter)
