@@ -4,6 +4,8 @@
 // MKL's kernels for short contractions. The pieces are added as one binary tree, in registers and the first cache.
 // Cost: m * n * k multiplications for each pair of matrices; one operand is copied once, in panels of 2 vectors.
 
+#include <immintrin.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -19,6 +21,13 @@ typedef float Lanes __attribute__((vector_size(4 * LANES)));
 constexpr int64_t WIDTH = 2 * LANES;
 constexpr int LEVELS = 40;    // a tree of more levels has more pieces than memory has bytes
 constexpr int64_t FEW = 128;  // rows up to which the rows are in the vectors, so that w is not copied
+
+// Written out, because compilers fuse a product and a sum in some loops and not in others, which rounds differently
+#ifdef __AVX512F__
+inline Lanes plus_product(Lanes sum, float a, Lanes b) { return _mm512_fmadd_ps(_mm512_set1_ps(a), b, sum); }
+#else
+inline Lanes plus_product(Lanes sum, float a, Lanes b) { return _mm256_fmadd_ps(_mm256_set1_ps(a), b, sum); }
+#endif
 
 struct Matrix {
   const float* data;
@@ -89,8 +98,8 @@ void tile(const float* a, Matrix of, const Lanes* panel, Split split, Sums<M>& t
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) {
         const float x = a[m * of.stride + p];
-        sums[m][0] += x * first;
-        sums[m][1] += x * second;
+        sums[m][0] = plus_product(sums[m][0], x, first);
+        sums[m][1] = plus_product(sums[m][1], x, second);
       }
     }
     if (length < split.size) add<M>(sums, Sums<M>{});  // zeros behind the last piece: -0 becomes 0
