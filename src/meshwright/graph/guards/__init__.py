@@ -15,7 +15,7 @@ In reading order:
 
 from .executed import Executed, executed_code, observed, unobserved, unobserved_if_torchs
 from .fast_comparison import FastComparison
-from .guards import Guards, PassComparison, RepeatableCall, ReadSlots, check_repeatable, side_effect
+from .guards import Guards, PassComparison, ReadSlots, RepeatableCall, check_repeatable, side_effect
 from .object_kinds import global_hooks
 from .reachable_slots import OPTIMIZER, OWN, STEP_HOOKS
 from .slots import is_plain
@@ -30,8 +30,8 @@ __all__ = [
     "FastComparison",
     "Guards",
     "PassComparison",
-    "RepeatableCall",
     "ReadSlots",
+    "RepeatableCall",
     "check_repeatable",
     "class_text",
     "code_text",

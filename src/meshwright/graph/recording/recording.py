@@ -404,8 +404,8 @@ def _check_constant(x: Tensor, is_captured: bool) -> None:
             f"capturing {user_frame() or 'a forward pass'}",
             f"a derivative that reads a tensor of shape {tuple(x.shape)}, which no operator returned",
             "an operator of the forward pass computes the tensor for its own backward pass, so a program lacks it",
-            "write the operator as several simpler ones; or, without a pipeline, pass Strategy(full_graph=False), which "
-            "runs code that cannot be captured in Python",
+            "write the operator as several simpler ones; or, without a pipeline, pass Strategy(full_graph=False), "
+            "which runs code that cannot be captured in Python",
         )
     if is_fake or x.requires_grad:
         raise CaptureError(
