@@ -86,6 +86,7 @@ HIDING: frozenset[OperatorPacket] = frozenset(
     for name in (
         *("layer_norm", "rms_norm", "group_norm", "batch_norm", "_batch_norm_impl_index", "instance_norm"),
         *("max_pool1d", "max_pool2d", "max_pool3d", "cosine_similarity"),
+        *("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d"),
         *("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"),
     )
 )

@@ -65,7 +65,7 @@ class Hook:
         return f"hook {getattr(self.fn, '__name__', self.fn)}"
 
 
-def _captured_tensors(fn: Callable[..., object]) -> list[FakeTensor]:
+def _captured_tensors(fn: Callable[..., object]) -> list[Tensor]:
     """Return the tensors of a capture among the variables that a function uses from outside."""
     if not isinstance(fn, FunctionType):
         return []

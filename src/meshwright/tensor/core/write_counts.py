@@ -100,7 +100,8 @@ def mark_of(x: Tensor) -> Mark:
     """Return the mark of this rank's part of `x`. A write changes the mark, and so does `x.data = y`."""
     with no_interception():
         memory: object = x.untyped_storage().__dict__.setdefault(_MEMORY, _Memory())
-        return memory, x.data_ptr(), writes_to(x)
+        address = 0 if isinstance(x, FakeTensor) else x.data_ptr()
+        return memory, address, writes_to(x)
 
 
 class _Shared:
