@@ -22,6 +22,8 @@ from meshwright.comm import CommError, Communicator, init_process
 
 _HERE = "benchmarks._faults_phases"
 _LIMIT = 3.0
+_ELEMENTS = 2**14
+"""Elements of a tensor that moves by a transport, not in the frames that compare the call."""
 _AT = "fault at "
 
 
@@ -40,7 +42,7 @@ def _patched_function(function: str) -> tuple[Any, str]:
         "while the memory opens": (process_communicator, "open_shared"),
         "while the backend opens": (process_communicator, "open_backend"),
         "in the memory": (SharedMemoryTransport, "_meet"),
-        "in the backend": (torch_hooks.Backend, "messages"),
+        "in the backend": (torch_hooks.Backend, "exchange"),
         "after the transfer": (Guard, "after"),
     }[function]
 
@@ -82,7 +84,7 @@ def _end_in(where: str, number: int) -> None:
 def _error(here: Communicator) -> str:
     try:
         for _ in range(3):
-            here.all_reduce(torch.ones(4), "sum", tuple(range(here.size)))
+            here.all_reduce(torch.ones(_ELEMENTS), "sum", tuple(range(here.size)))
     except CommError as error:
         return str(error)
     return "no error"

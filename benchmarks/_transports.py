@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from meshwright.comm import Counters, current_communicator
+from meshwright.comm import CommCall, Counters, current_communicator
+from meshwright.comm.process.small_calls import is_small
 
 SHARED, GLOO = "shared memory", "Gloo"
 TRANSPORTS = (SHARED, GLOO)
@@ -33,12 +34,12 @@ def gloo_calls(step: Callable[[], Any]) -> dict[str, int]:
 
     Messages and bytes are read from torch's own trace, so that compiled code and C++ of torch are counted in the same
     way as ours. One of our collectives may consist of messages, so ours are counted by the communicator. Its call
-    `any_true` moves no data over Gloo.
+    `any_true` moves no data. Its small calls do not use Gloo; their bytes are added.
     """
     seen = current_communicator().seen
     before = _collectives(seen)
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
+    with seen.record_calls() as log, torch.profiler.profile(activities=activities, record_shapes=True) as profile:
         step()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -47,12 +48,21 @@ def gloo_calls(step: Callable[[], Any]) -> dict[str, int]:
     sends = [e for e in events if e.get("name", "").startswith("gloo:") and e["name"] != "gloo:recv"]
     messages = sum(event["name"] == "gloo:send" for event in sends)
     ours = _collectives(seen) - before
-    return {"calls": ours or len(sends) - messages, "messages": messages, "bytes": sum(map(_bytes_of, sends))}
+    return {
+        "calls": ours or len(sends) - messages,
+        "messages": messages,
+        "bytes": sum(map(_bytes_of, sends)) + sum(map(_in_frames, log)),
+    }
 
 
 def _collectives(seen: Counters) -> int:
     """Return the number of collectives that moved data so far."""
     return seen.total_calls - seen.calls.get("any_true", 0)
+
+
+def _in_frames(call: CommCall) -> int:
+    """Return the bytes that this rank sends in the frames of a call."""
+    return call.numel * call.dtype.itemsize * (len(call.group) - 1) if call.dtype and is_small(call) else 0
 
 
 def _bytes_of(event: Mapping[str, Any]) -> int:

@@ -1,4 +1,7 @@
-"""`python _comparison_program.py FOLDER STORY`: one of two ranks that repeat a step without shared memory."""
+"""`python _comparison_program.py FOLDER STORY WAY`: one of two ranks that repeat a step without shared memory.
+
+Data moves over Gloo for the way "gloo", however small it is, and in frames for "frames".
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import torch
 
 from meshwright.comm import Check, CommError, Communicator, ProcessCommunicator, call_purpose, init_process
 from meshwright.comm.checking.call_guard import Guard
+from meshwright.comm.process import process_communicator
 
 STEPS = 12
 PAIR = (0, 1)
@@ -146,7 +150,9 @@ FAULTS: tuple[Callable[[ProcessCommunicator], object], ...] = (other_call, other
 
 
 def main() -> None:
-    folder, story = Path(sys.argv[1]), sys.argv[2]
+    folder, story, way = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    if way == "gloo":
+        process_communicator.is_small = lambda call: False
     here = init_process(check=Check(limit=1.0))
     assert isinstance(here, ProcessCommunicator)
     if story in STORIES:

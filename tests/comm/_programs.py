@@ -1,4 +1,7 @@
-"""Programs that run the same on simulated ranks and on processes; `python _programs.py DIR STORY` is one process."""
+"""Programs that run the same on simulated ranks and on processes; `python _programs.py DIR STORY` is one process.
+
+In the story "three", small calls move their data in frames. In the story "transport", a transport moves all data.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm import Check, CommCall, CommError, ProcessCommunicator, current_communicator, init_process
+from meshwright.comm.process import process_communicator
 from meshwright.layout import ProcessMesh, parse_spec
 from meshwright.reshard import plan
 
@@ -275,7 +279,9 @@ def main() -> None:
     communicator = init_process(check=Check(every=1, limit=limit))
     assert isinstance(communicator, ProcessCommunicator)
     assert init_process() is communicator  # as a script does although `meshwright run` has done it
-    found = story_of_three(directory) if story == "three" else story_of_loss(directory)
+    if story == "transport":
+        process_communicator.is_small = lambda call: False
+    found = story_of_loss(directory) if story == "loss" else story_of_three(directory)
     torch.save(found, directory / f"{communicator.rank}.pt")
 
 

@@ -98,7 +98,7 @@ def test_a_call_that_only_other_ranks_can_predict_is_compared_first() -> None:
 
 def results_of(folder: Path, story: str) -> list[Any]:
     """Return the results of a story by rank."""
-    assert launch([SCRIPT, str(folder), story], 2, OVER_GLOO, timeout=60) == 0
+    assert launch([SCRIPT, str(folder), story, "gloo"], 2, OVER_GLOO, timeout=60) == 0
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in program.PAIR]
 
 
@@ -161,6 +161,27 @@ def test_calls_for_other_values_raise_on_both_ranks(agreement: list[dict[str, An
 def test_a_fault_in_a_repeated_step_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: str, words: tuple[str, ...]
 ) -> None:
-    launch([SCRIPT, str(tmp_path), fault], 2, OVER_GLOO, timeout=60, all_print=True)
+    told = said_about(tmp_path, fault, "gloo", capfd)
+    assert all(word in told for word in words), told
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("killed", ("rank 0: DeadPeerError", "rank 1 is dead")),
+        ("lives_on", ("rank 0: DisagreementError", "rank 1 calls all_reduce(max")),
+    ],
+)
+def test_a_fault_in_a_small_call_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], fault: str, words: tuple[str, ...]
+) -> None:
+    """Both ranks raise, because the data travels with the comparison."""
+    told = said_about(tmp_path, fault, "frames", capfd)
+    assert all(word in told for word in words), told
+
+
+def said_about(folder: Path, fault: str, way: str, capfd: pytest.CaptureFixture[str]) -> str:
+    """Return the output of two ranks, of which one makes a mistake or ends."""
+    launch([SCRIPT, str(folder), fault, way], 2, OVER_GLOO, timeout=60, all_print=True)
     told = capfd.readouterr()
-    assert all(word in told.err + told.out for word in words), told
+    return told.err + told.out

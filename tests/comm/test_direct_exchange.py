@@ -26,7 +26,7 @@ SIZE = 3
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("three")
-    assert launch([SCRIPT, str(folder), "three"], SIZE, {"MESHWRIGHT_SHARED_MEMORY": "off"}, timeout=60) == 0
+    assert launch([SCRIPT, str(folder), "transport"], SIZE, {"MESHWRIGHT_SHARED_MEMORY": "off"}, timeout=60) == 0
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
 
 

@@ -76,25 +76,32 @@ class PendingCallFrames:
     def begin(
         self, call: CommCall, frame: Frame, limits: tuple[float, float], waits: bool, reads: bool = True
     ) -> Mapping[int, Frame]:
-        """Send the frame of a call to its peers, and return the peers' frames, without those of the same bytes.
+        """Send the frame of a call to its peers, and return the peers' frames, which `settle` completes.
 
-        The call is open until all frames are read. Nearly always all peers send the same bytes at nearly the same time,
-        so these are compared first, unless `reads` is False. With `waits`, wait for them as long as this process need
-        not sleep. `limits` are those of `WaitTimer`.
+        The call is open until all frames are read. Nearly always all peers send the same bytes before their data at
+        nearly the same time, so these are compared first, unless `reads` is False. With `waits`, wait shortly for them.
+        `limits` are those of `WaitTimer`.
         """
         with self._lock:
             self.raise_failed()
             self._given_up = ()
             data, links = frame.packed(), self._links.open_to(call.group)
+            found: dict[int, Frame] = {}
             if links is not None and reads and not (self._open or self._unsent or frame.balance):
-                waited, unsent = self._swap(links, data, waits), []
+                waited, unsent = self._swap(links, frame, data, waits, found), []
                 if not waited:
-                    return {}
+                    return found
             else:
                 waited = {peer: 0.0 for peer in call.group if peer != self._links.rank}
                 unsent = [peer for peer in waited if not self._send(call, peer, data)]
-            found = {peer: frame for peer, _ in links or () if peer not in waited}
             self._open.append(CallFrames(call, frame, WaitTimer(*limits), list(waited), unsent, waited, found))
+            return found
+
+    def swap(self, call: CommCall, frame: Frame, limits: tuple[float, float]) -> Mapping[int, Frame]:
+        """Send the frame of a call to its peers, and return the peers' frames once all are read and match."""
+        with self._lock:
+            found = self.begin(call, frame, limits, waits=True)
+            self.settle()
             return found
 
     def settle(self) -> None:
@@ -135,8 +142,10 @@ class PendingCallFrames:
             self._lock.release()
         return self.failed
 
-    def _swap(self, links: OpenLinks, data: bytes, waits: bool) -> dict[int, float]:
-        """Send a frame to peers, and read theirs that consist of the same bytes.
+    def _swap(
+        self, links: OpenLinks, frame: Frame, data: bytes, waits: bool, found: dict[int, Frame]
+    ) -> dict[int, float]:
+        """Send a frame to peers, and read to `found` their frames that consist of the same bytes before their data.
 
         Returns the other peers, with the seconds waited for each.
         """
@@ -146,14 +155,17 @@ class PendingCallFrames:
                 link.send(data)
             except ConnectionClosedError:
                 continue  # the last frames of the peer are still unread, and may say why
+        has_data, length = frame.data is not None, len(frame.data or b"")
+        head = data[: len(data) - length]
         begin = time.perf_counter()
         for peer, link in links:
-            same = link.has_read(data, waits)
+            theirs = link.read_behind(head, length, waits)
             end = time.perf_counter()
-            if same:
-                self._waits.note(peer, end - begin)
-            else:
+            if theirs is None:
                 others[peer] = end - begin
+            else:
+                self._waits.note(peer, end - begin)
+                found[peer] = Frame(*frame[:-1], theirs) if has_data else frame
             begin = end
         return others
 

@@ -9,9 +9,10 @@ first mistake, and its text names the other rank's call.
     a closed link                             DeadPeerError; MissingCallError if the rank said that it ended
     no frame                                  the result of `peer_examiner.py`
 
-A call that was predicted is compared behind its transfer instead (`comparison_order.py`). If a call is only queued on a
-device, its frames may lag behind it (`call_frames.py`). A message has no frame, since its two ranks make their calls at
-different times. A rank that waits for a message detects ended, waiting and slow ranks in the same manner.
+The data of a small call is part of its frames (`swap`). A larger call that was predicted is compared behind its
+transfer instead (`comparison_order.py`). If a call is only queued on a device, its frames may lag behind it
+(`call_frames.py`). A message has no frame, since its two ranks make their calls at different times. A rank that waits
+for a message detects ended, waiting and slow ranks in the same manner.
 """
 
 from __future__ import annotations
@@ -160,21 +161,23 @@ class Guard:
         if self.is_behind:
             self.meetings.settle()
 
-    def any_true(self, call: CommCall, flag: bool) -> bool:
-        """True if `flag` is True on some rank of the call. The flags are part of the frames, so no data moves."""
+    def swap(self, call: CommCall, data: bytes) -> list[bytes]:
+        """Compare `call` with the peers' calls, and return every rank's data in the order of the group.
+
+        The data is part of the frames, so it needs no transfer.
+        """
         self._call, self._is_aside = call, self._side.is_here()
         self._calls += 1
-        frame = self._frame_of(call)
+        frame = self._frame_of(call, data)
         assert frame is not None
         limits = (self.check.limit, self.check.patience)
         try:
-            frames = self.meetings.begin(call, frame._replace(balance=int(flag)), limits, waits=True)
-            self.meetings.settle()
+            frames = self.meetings.swap(call, frame, limits)
         except DisagreementError:
             self.after()
             raise
         self.after()
-        return flag or any(other.balance for other in frames.values())
+        return [data if peer == self.rank else frames[peer].data or b"" for peer in call.group]
 
     def after(self) -> None:
         """Mark the call as finished."""
@@ -242,18 +245,21 @@ class Guard:
     def _compare(self, meeting: CallFrames, peer: int) -> None:
         """Raise DisagreementError if the frame of a peer differs."""
         mine, other = meeting.frame, meeting.frames[peer]
-        if mine[:4] == other[:4]:
+        moves_alike = (mine.data is None) == (other.data is None)
+        if mine[:4] == other[:4] and moves_alike:
             return
         self._order.forget(meeting.call.group)
         text = other.text.decode(errors="replace")
-        if mine[:3] == other[:3]:
+        if mine[:3] == other[:3] and moves_alike:
             raise self._other_values(meeting, peer, text)
         if mine.text != other.text:
             why = "the ranks make different calls, or the same calls in different orders"
         elif mine.number != other.number:
             why = f"on this group, rank {self.rank} has made {mine.number} calls and rank {peer} {other.number} calls"
-        else:
+        elif mine[:3] != other[:3]:
             why = "earlier calls differ, which were not compared"
+        else:
+            why = "the tensors of the ranks are on devices with different transports"
         raise disagreement_error(self.rank, self._call_text(meeting), peer, text, why)
 
     def _call_text(self, meeting: CallFrames) -> str:
@@ -293,8 +299,8 @@ class Guard:
             "take the shapes of all pieces from one layout on all ranks",
         )
 
-    def _frame_of(self, call: CommCall) -> Frame | None:
-        """Return the frame of the next call; None if the call is not compared."""
+    def _frame_of(self, call: CommCall, data: bytes | None = None) -> Frame | None:
+        """Return the frame of the next call, with its data; None if the call is not compared."""
         group = call.group
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
         what, name = call_purpose.what
@@ -304,7 +310,7 @@ class Guard:
             common, what, balance = self._chained(group, common, what, balance)
         if number % self.check.every:
             return None
-        return Frame(self._name_of(group), number, common, what, balance, text)
+        return Frame(self._name_of(group), number, common, what, balance, text, data=data)
 
     def _print_of(self, call: CommCall, name: str) -> _Print:
         found = self._prints.get((call, name))

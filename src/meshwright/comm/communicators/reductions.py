@@ -65,7 +65,7 @@ def check_reduction(op: str, dtype: torch.dtype) -> None:
 
 def reduce_terms(terms: Sequence[Tensor], op: str) -> Tensor:
     """Return the reduction of the terms, first to last, in their own dtype; NaN propagates through max and min."""
-    total = torch.empty(terms[0].shape, dtype=terms[0].dtype, device=terms[0].device)
+    total = torch.empty_like(terms[0], memory_format=torch.contiguous_format)
     reduce_into(total, terms, op)
     return total.div_(len(terms)) if op == "avg" else total
 

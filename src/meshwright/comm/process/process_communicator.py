@@ -3,8 +3,9 @@
 On a device with streams, collectives are queued on a communication stream (`QueuedCommunicator`), and the host waits
 for none of them.
 
-Tensors on the CPU use shared memory if all ranks of the group are on one host, and Gloo otherwise. Messages use their
-own connections, between the memories of the hosts, and are copied from and to other devices: NCCL has no tags, and its
+Tensors on the CPU use shared memory if all ranks of the group are on one host, and Gloo otherwise. If every call is
+compared, the data of small collectives travels with the comparison instead (`small_calls.py`). Messages use their own
+connections, between the memories of the hosts, and are copied from and to other devices: NCCL has no tags, and its
 senders wait for their receivers. With Gloo as backend, collectives of tensors on a device are copied in the same way.
 
 If a transport does not reduce a dtype exactly, the data is moved as bytes and reduced here, in the order of the group.
@@ -66,6 +67,7 @@ from .device_choice import CPU_BACKEND, Opener, default_transport, use_device
 from .flight_record import Noted, NotedCall, Record
 from .late_messages import LateMessages
 from .retained_memory import keep_memory
+from .small_calls import data_of, is_small, results_of
 
 T = TypeVar("T")
 
@@ -167,16 +169,22 @@ class ProcessCommunicator(QueuedCommunicator):
     def _all_reduce(self, x: Tensor, call: CommCall) -> Tensor:
         if _has_streams(x.device):
             return super()._all_reduce(x, call)
+        if self._is_small(call, x.device):
+            return self._in_frames(call, x)[0]
         return self._carried(call, lambda: self._reduce_all(x, call, None), x)
 
     def _all_reduce_over(self, x: Tensor, call: CommCall) -> Tensor:
         if _has_streams(x.device):
             return super()._all_reduce_over(x, call)
+        if self._is_small(call, x.device):
+            return self._in_frames(call, x)[0]
         return self._carried(call, lambda: self._reduce_all(x, call, x), x)
 
     def _all_gather(self, x: Tensor, call: CommCall) -> list[Tensor]:
         if _has_streams(x.device):
             return super()._all_gather(x, call)
+        if self._is_small(call, x.device):
+            return self._in_frames(call, x)
         return self._carried(call, lambda: self._gather(x, call.receives, call.group), x)
 
     def _reduce_scatter(self, pieces: Sequence[Tensor], call: CommCall) -> Tensor:
@@ -207,7 +215,11 @@ class ProcessCommunicator(QueuedCommunicator):
 
     def _queue(self, call: CommCall, sends: Sequence[Tensor], out: Sequence[Tensor]) -> None:
         """Write the results of a collective to `out`, on the current stream; in place if the transport can do it."""
-        found = self._carried(call, lambda: self._results(call, sends, out), sends[0] if sends else None)
+        first = sends[0] if sends else None
+        if first is not None and self._is_small(call, first.device):
+            found: Sequence[Tensor] = self._in_frames(call, first)
+        else:
+            found = self._carried(call, lambda: self._results(call, sends, out), first)
         for target, result in zip(out, found, strict=True):
             if result is not target:
                 target.copy_(result)
@@ -283,7 +295,32 @@ class ProcessCommunicator(QueuedCommunicator):
             check_message(call, self.rank, sent)
         return data
 
+    def _is_small(self, call: CommCall, device: torch.device) -> bool:
+        """True if the data of a call travels in the frames that compare it, and through the memory of the host."""
+        return self._guard.check.every == 1 and is_small(call) and self._backend_for(device) == CPU_BACKEND
+
+    def _in_frames(self, call: CommCall, x: Tensor) -> list[Tensor]:
+        """Return the results of a small call, in new memory."""
+        return self._swapped(call, data_of(x), lambda found: results_of(call, found, x.device))
+
+    def _swapped(self, call: CommCall, data: bytes, result: Callable[[list[bytes]], T]) -> T:
+        """Return the result of a call for the data of every rank, which travels in the frames that compare the call.
+
+        Conversions in the background finish before.
+        """
+        self._side.drain()
+        with self._noted(call) as noted:
+            found = self._guard.swap(call, data)
+            noted.agreed = time.time()
+            try:
+                return result(found)
+            except RuntimeError as error:
+                raise self._guard.explain(call, error) from error
+
     def _barrier(self, call: CommCall) -> None:
+        if self._is_small(call, torch.device(CPU)):
+            self._swapped(call, b"", len)
+            return
         self._carried(call, lambda: self._open(CPU_BACKEND, call.group).barrier())
 
     def any_true(self, flag: bool, group: Group) -> bool:
@@ -291,9 +328,8 @@ class ProcessCommunicator(QueuedCommunicator):
         if len(group) == 1 or self._guard.check.every != 1:
             return super().any_true(flag, group)
         call = CommCall("any_true", "", None, (), (), group)
-        self._side.drain()
-        with self.seen.note(call, 0), self._noted(call):
-            return self._guard.any_true(call, flag)
+        with self.seen.note(call, 0):
+            return self._swapped(call, bytes([flag]), lambda flags: any(map(any, flags)))
 
     def settle(self) -> None:
         try:

@@ -30,11 +30,17 @@ from .rank_state import RankState, read_state, silent
 from .ring_buffer import RING, ConnectionClosedError, Ring, readable
 from .shared_region import attach_region, create_region, host_identity, unlink_region
 
-_HEADER = struct.Struct("<IQQQQQQ")
+_HEADER = struct.Struct("<IiQQQQQQ")
+"""Length of the text, length of the data or -1 without data, and the numbers of a frame."""
+_NO_DATA = -1
 _LINK, _QUESTION, _MESSAGES, _ABOUT = b"L", b"?", b"M", b"P"
 """Purposes of a connection: a link, a question about the rank, messages, a question about a process of its host."""
 _YES, _NO = b"+", b"-"
 _CONNECT_LIMIT, _ANSWER_LIMIT, _BUSY_LIMIT = 2.0, 5.0, 1.0
+_SENT = 2**17
+"""Bytes that a connection holds before a send waits for the reader: more than those of frames that may be unread."""
+_SHORTLY = 1e-3
+"""Seconds for which the fast path waits for a frame that arrives through a connection."""
 _MOST_ANSWER = 2**16
 _STOPPED = "its process is stopped"
 _BUSY = "its process runs; perhaps a call holds Python's global interpreter lock"
@@ -45,7 +51,8 @@ _NO_HOST = "its host does not respond"
 class Frame(NamedTuple):
     """Description of a call that a rank sends to its peers before the call.
 
-    `took` is the microseconds of the rank's latest transfer of the group, 0 if they were not measured.
+    `took` is the microseconds of the rank's latest transfer of the group, 0 if they were not measured. `data` are the
+    bytes that the rank contributes to a small call; None if the data of the call moves by a transport.
     """
 
     group: int
@@ -55,11 +62,13 @@ class Frame(NamedTuple):
     balance: int
     text: bytes
     took: int = 0
+    data: bytes | None = None
 
     def packed(self) -> bytes:
-        """Return the frame as bytes."""
-        group, number, common, identity, balance, text, took = self
-        return _HEADER.pack(len(text), group, number, common, identity, balance, took) + text
+        """Return the frame as bytes, of which the last ones are the data."""
+        group, number, common, identity, balance, text, took, data = self
+        length = _NO_DATA if data is None else len(data)
+        return _HEADER.pack(len(text), length, group, number, common, identity, balance, took) + text + (data or b"")
 
 
 class Link:
@@ -67,6 +76,7 @@ class Link:
 
     def __init__(self, wire: socket.socket, ring: Ring | None = None) -> None:
         wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SENT)
         self._wire = wire
         self._ring = ring
         self._rest = b""
@@ -93,12 +103,21 @@ class Link:
         """True if frames arrive through shared memory."""
         return self._ring is not None
 
-    def has_read(self, data: bytes, waits: bool) -> bool:
-        """Read the next frame if it consists of these bytes; False if it does not, or if it is not in memory.
+    def read_behind(self, head: bytes, length: int, waits: bool) -> bytes | None:
+        """Read the next frame if it consists of `head` and `length` bytes of data, and return the data; else None.
 
-        With `waits`, wait for it as long as this process need not sleep. The fast path of `receive`.
+        With `waits`, wait shortly for the frame. The fast path of `receive`.
         """
-        return self._ring is not None and not self._rest and self._ring.has_read(data, waits)
+        if self._ring is not None:
+            return None if self._rest else self._ring.read_behind(head, length, waits)
+        end = len(head) + length
+        if len(self._rest) < end:
+            with suppress(ConnectionClosedError):  # `receive` meets the end of the connection again
+                self._rest += self._arriving(_SHORTLY if waits else 0.0)
+        if len(self._rest) < end or not self._rest.startswith(head):
+            return None
+        data, self._rest = self._rest[len(head) : end], self._rest[end:]
+        return data
 
     def receive(self, limit: float) -> Frame | None:
         """Return the next frame; None if none arrives within the limit. Raises ConnectionClosedError if none will."""
@@ -133,12 +152,14 @@ class Link:
     def _parse(self) -> Frame | None:
         if len(self._rest) < _HEADER.size:
             return None
-        length, group, number, common, what, balance, took = _HEADER.unpack_from(self._rest)
-        end = _HEADER.size + length
+        length, size, group, number, common, what, balance, took = _HEADER.unpack_from(self._rest)
+        behind = _HEADER.size + length
+        end = behind + max(size, 0)
         if len(self._rest) < end:
             return None
-        text, self._rest = self._rest[_HEADER.size : end], self._rest[end:]
-        return Frame(group, number, common, what, balance, text, took)
+        text, data = self._rest[_HEADER.size : behind], None if size == _NO_DATA else self._rest[behind:end]
+        self._rest = self._rest[end:]
+        return Frame(group, number, common, what, balance, text, took, data)
 
 
 OpenLinks = tuple[tuple[int, Link], ...]

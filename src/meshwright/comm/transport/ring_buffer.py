@@ -8,8 +8,8 @@ import socket
 
 from .shared_region import wait_for, wait_shortly
 
-RING = 2**15
-"""Bytes of memory for one direction."""
+RING = 5 * 2**13
+"""Bytes of memory for one direction. The frames of calls that lag fit, and the frame of one small call behind them."""
 _COUNTS, _WRITTEN, _READ = 128, 0, 8
 """Bytes for two counts in separate cache lines, and their indices in words of 8 bytes.
 
@@ -46,13 +46,17 @@ class _Direction:
         self.done += length
         self.counts[_WRITTEN] = self.done  # becomes visible after the bytes
 
-    def has_read(self, data: bytes) -> bool:
-        """Read `data` if the unread bytes begin with it; False otherwise, and if it crosses the end of the ring."""
-        at, end = self.done % _ROOM, self.done + len(data)
-        if bytes(self.data[at : at + len(data)]) != data:
-            return False
+    def read_behind(self, head: bytes, length: int) -> bytes | None:
+        """Read `head` and `length` more bytes, and return these; None if the unread bytes begin with others.
+
+        None also if the bytes cross the end of the ring.
+        """
+        at, end = self.done % _ROOM, self.done + len(head) + length
+        found = bytes(self.data[at : at + len(head) + length])
+        if len(found) < len(head) + length or not found.startswith(head):
+            return None
         self.done = self.counts[_READ] = end
-        return True
+        return found[len(head) :]
 
     def read(self) -> bytes:
         """Return all unread bytes."""
@@ -82,12 +86,15 @@ class Ring:
             wait_for(lambda: self._out.space() >= len(data), lambda: _check(wire), _LONG)
         self._out.write(data)
 
-    def has_read(self, data: bytes, waits: bool) -> bool:
-        """Read `data` if the unread bytes begin with it; False if others do. With `waits`, wait shortly for them."""
-        counts, end = self._in.counts, self._in.done + len(data)
+    def read_behind(self, head: bytes, length: int, waits: bool) -> bytes | None:
+        """Read `head` and `length` more bytes, and return these; None if the unread bytes begin with others.
+
+        With `waits`, wait shortly for them.
+        """
+        counts, end = self._in.counts, self._in.done + len(head) + length
         if counts[_WRITTEN] >= end or (waits and wait_shortly(lambda: counts[_WRITTEN] >= end)):
-            return self._in.has_read(data)
-        return False
+            return self._in.read_behind(head, length)
+        return None
 
     def receive(self, limit: float, wire: socket.socket) -> bytes:
         """Return the unread bytes; b"" after the limit in seconds, at once if it is 0.
