@@ -20,6 +20,7 @@ from torch.distributed import HashStore
 
 from meshwright.comm.communicators.reductions import REDUCTIONS, reduce_terms
 from meshwright.comm.transport import shared_memory, shared_region
+from meshwright.comm.transport.control_links import Frame, Link
 from meshwright.comm.transport.ring_buffer import RING, ConnectionClosedError, Ring
 from meshwright.comm.transport.shared_memory import SharedMemoryTransport, open_shared
 
@@ -196,18 +197,40 @@ def test_a_ring_buffer_keeps_the_order_of_bytes(messages: list[bytes]) -> None:
         assert first.receive(0.0, here) == b""
 
 
-@given(st.lists(st.tuples(st.binary(min_size=1, max_size=RING // 4), st.booleans()), max_size=20))
-def test_only_awaited_bytes_are_read(messages: list[tuple[bytes, bool]]) -> None:
+@given(st.lists(st.tuples(st.binary(min_size=1, max_size=RING // 4), st.integers(1, RING), st.booleans()), max_size=20))
+def test_only_awaited_bytes_are_read(messages: list[tuple[bytes, int, bool]]) -> None:
     memory, (here, there) = mmap.mmap(-1, 2 * RING), socket.socketpair()
     with here, there:
         first, second = Ring(memory, first=True), Ring(memory, first=False)
-        for data, as_awaited in messages:
+        for data, cut, is_awaited in messages:
             first.send(data, here)
-            other = data[:-1] + bytes([data[-1] ^ 1])
-            found = second.read_behind(data if as_awaited else other, 0, waits=False)
-            assert as_awaited or not found
-            assert found or second.receive(0.0, there) == data
-            assert not second.has_read(data, waits=False)
+            head, behind = data[:cut], data[cut:]
+            other = head[:-1] + bytes([head[-1] ^ 1])
+            found = second.read_behind(head if is_awaited else other, len(behind), waits=False)
+            assert found == behind if is_awaited and found is not None else found is None
+            assert found is not None or second.receive(0.0, there) == data
+            assert second.read_behind(head, len(behind), waits=False) is None
+
+
+@given(st.lists(st.tuples(st.binary(max_size=300), st.none() | st.binary(max_size=300), st.booleans()), max_size=10))
+def test_frames_arrive_through_a_connection_as_they_were_sent(frames: list[tuple[bytes, bytes | None, bool]]) -> None:
+    """On the fast path, which knows the bytes before the data, and on the other one; also if several have arrived."""
+    server = socket.create_server(("127.0.0.1", 0))
+    with server, socket.create_connection(server.getsockname()) as wire, server.accept()[0] as other:
+        first, second = Link(wire), Link(other)
+        sent = [Frame(1, number, 2, 3, 4, text, 5, data) for number, (text, data, _) in enumerate(frames)]
+        for frame in sent:
+            first.send(frame.packed())
+        for frame, (_, data, is_fast) in zip(sent, frames, strict=True):
+            length = len(data or b"")
+            head = frame.packed()[: -length or None]
+            other_head = head[:-1] + bytes([head[-1] ^ 1])
+            assert second.read_behind(other_head, length, waits=True) is None
+            if is_fast:
+                assert second.read_behind(head, length, waits=True) == (data or b"")
+            else:
+                assert second.receive(5.0) == frame
+        assert second.receive(0.0) is None
 
 
 def test_the_end_of_a_ring_buffer_comes_after_its_data() -> None:

@@ -19,9 +19,9 @@ from ..communicators.reductions import reduce_terms
 from ..transport.shared_memory import contiguous_values
 
 MOST_BYTES = 2**14
-"""Upper bound on the bytes of one rank's tensor; such a frame fits into a ring (`ring_buffer.py`).
+"""Upper bound on the bytes of one rank's tensor.
 
-Above it, Gloo or memory that all ranks share moves data faster: `python -m benchmarks all_reduce` prints the times.
+A frame with more might fill a ring (`ring_buffer.py`) or a connection, and two ranks would wait for each other to read.
 """
 _KINDS = frozenset({"all_reduce", "all_gather", "barrier"})
 

@@ -20,6 +20,8 @@ from .comparison import expect, expect_all_equal, expect_close, expect_equal
 
 EVEN, UNEVEN, EMPTY = (2, 2), (1, 3), (0, 2)
 """Rows of the parts of even and of odd ranks."""
+_LARGE = (2**14 + 1,)
+"""Shape of a tensor that is too large, in every dtype, to travel with the comparison of the call."""
 REDUCTIONS: dict[str, Sequence[torch.dtype]] = {
     "sum": (
         *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16),
@@ -80,7 +82,7 @@ def reduction(op: str, dtype: torch.dtype, target: Target) -> None:
     """All-reduce and reduce-scatter: one number, even, uneven and empty parts, a transposed tensor, given memory."""
     ranks, d, group = current_communicator(), target.device, _group()
     me = ranks.rank
-    for shape in ((3, 2), (), (0, 2), (257,)):
+    for shape in ((3, 2), (), (0, 2), (257,), _LARGE):
         goal = _folded(op, [values(shape, dtype, r) for r in group])
         mine = values(shape, dtype, me).to(d)
         expect_equal(ranks.all_reduce(mine, op, group), goal, f"all-reduce of {list(shape)}")
@@ -109,6 +111,9 @@ def gather(dtype: torch.dtype, target: Target) -> None:
     goal = [values((4, 2), dtype, r).t() for r in _group()]
     found = ranks.all_gather(values((4, 2), dtype, ranks.rank).to(d).t(), _group(), [(2, 4)] * ranks.size)
     expect_all_equal(found, goal, "all-gather of transposed tensors")
+    goal = [values(_LARGE, dtype, r) for r in _group()]
+    found = ranks.all_gather(values(_LARGE, dtype, ranks.rank).to(d), _group(), [_LARGE] * ranks.size)
+    expect_all_equal(found, goal, "all-gather of large tensors")
 
 
 def swap(dtype: torch.dtype, target: Target) -> None:
