@@ -17,7 +17,7 @@ from ..autograd import backward_handlers, forward_mode, user_functions
 from ..autograd.intercepted_call import argument_at
 from ..autograd.user_functions import plain_may_be_part
 from ..conversion import python_values
-from ..conversion.stage_order import on_latest_stage
+from ..conversion.stage_order import on_latest_stage, whole_for_plain_target
 from ..core.absent_tensor import Absent
 from ..core.dist_tensor import PLANS, DistTensor, Run, floats_in
 from ..core.function_names import name_of
@@ -92,6 +92,10 @@ def dispatch(
     check_library(name_of(func), str(getattr(func, "__module__", "")), tensors)
     _check_unbatched(func, tensors)
     targets = targets_in(func, kwargs)
+    if len(tensors) > 1:
+        whole = whole_for_plain_target(name_of(func), args, kwargs, targets)
+        if whole is not None:
+            return func(*whole[0], **whole[1])
     if len(tensors) > 1 and not targets and not is_of_lists(func):
         together = on_latest_stage(name_of(func), args, kwargs)
         if together is not None:
