@@ -157,17 +157,20 @@ def whole_for_plain_target(
     """
     written = list(tensors_in([kwargs[key] for key in targets])) or _written(name, args, kwargs)
     plain = [x for x in written if not isinstance(x, DistTensor)]
-    if not plain:
-        return None
-    meshes = {t._spec.mesh for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)}
-    world = len(world_ranks())
-    if all(mesh.size == world for mesh in meshes) or stages_of(meshes) is None:
+    meshes = {t._spec.mesh for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)} if plain else set()
+    if not _are_stages(meshes):
         return None
     if len(plain) < len(written):
         if name.startswith("_foreach_"):
             return None  # each entry is a call of its own
         raise _several_meshes(name, [*map(repr, meshes), "a plain tensor"])
     return map_tensors(gather_everywhere, args), map_tensors(gather_everywhere, kwargs)
+
+
+def _are_stages(meshes: Collection[ProcessMesh]) -> bool:
+    """True if some of these meshes lack a rank of the world, and all of them are stages of a pipeline."""
+    world = len(world_ranks())
+    return any(mesh.size != world for mesh in meshes) and stages_of(meshes) is not None
 
 
 def _mesh_of_written(name: str, args: Arguments, kwargs: NamedArguments) -> ProcessMesh | None:
