@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
-from functools import cache
+from functools import lru_cache
 from itertools import count
 from weakref import WeakSet
 
@@ -204,7 +204,7 @@ def _written(name: str, args: Arguments, kwargs: NamedArguments) -> list[Tensor]
     return list(tensors_in([args[at] if at < len(args) else kwargs.get(key) for at, key in places]))
 
 
-@cache
+@lru_cache(4096)
 def _written_places(name: str) -> tuple[tuple[int, str], ...]:
     """Return the places and names of the arguments that an ATen function writes to by its schema, without `out`."""
     packet = getattr(torch.ops.aten, name, None)
