@@ -8,24 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
+from functools import lru_cache
 from itertools import count
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from meshwright.comm import world_ranks
 from meshwright.layout import Layout, ProcessMesh
 
+from .._errors import MixedMeshError
 from .._torch_call import Arguments, NamedArguments
 from ..core.dist_tensor import DistTensor, rank_or_none
 from ..core.tree import map_tensors, tensors_in
+from ..torch_hooks import OperatorPacket
 from .checkpointed_moves import note_arrival
 from .distribute import redistribute
+from .python_values import gather_everywhere
 
 _SEVERAL_MESHES = ("__set__", "backward", "grad", "_make_dual", "_amp_", "_foreach_", "_fused_")
 """Prefixes of names of functions whose tensors may be on several meshes."""
 _RENEWING = frozenset({"batch_norm", "native_batch_norm", "instance_norm"})
 """Functions that write to their second tensor without a name that shows it."""
+_WITH_MAX_NORM = ("embedding", "embedding_bag")
+"""Functions of a table as second argument, whose rows they scale in place if `max_norm`, the fourth one, is given."""
 _clock = count(1)
 
 
@@ -65,8 +72,11 @@ class StageOrder:
         return x._spec.mesh in order and order.index(mesh) < order.index(x._spec.mesh)
 
     def latest(self, meshes: Collection[ProcessMesh]) -> tuple[int, ProcessMesh]:
-        """Return the time at which the program last reached one of `meshes`, and that mesh."""
-        return max(((self._came[mesh], mesh) for mesh in meshes), key=lambda found: found[0])
+        """Return the time at which the program last reached one of `meshes`, and that mesh.
+
+        Of stages that it has not reached yet, the last one counts.
+        """
+        return max(((came, mesh) for mesh, came in reversed(self._came.items()) if mesh in meshes), key=_time_of)
 
     def begin(self) -> None:
         """Begin a scope in which each value is sent to a stage only once, for all operations and layers there."""
@@ -98,6 +108,10 @@ class StageOrder:
         return self.once(x, mesh, lambda: redistribute(x, mesh, Layout(x._spec.layout.dims)))
 
 
+def _time_of(found: tuple[int, ProcessMesh]) -> int:
+    return found[0]
+
+
 _known: WeakSet[StageOrder] = WeakSet()
 
 
@@ -112,6 +126,9 @@ def on_latest_stage(name: str, args: Arguments, kwargs: NamedArguments) -> tuple
     """Return the arguments of a call on one mesh if they are on several stages of a pipeline; else None.
 
     A function that writes to an argument runs on the mesh of that argument.
+
+    Raises:
+        MixedMeshError: the function writes to arguments on several meshes.
     """
     tensors = [t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)]
     meshes = dict.fromkeys(t._spec.mesh for t in tensors)
@@ -120,8 +137,7 @@ def on_latest_stage(name: str, args: Arguments, kwargs: NamedArguments) -> tuple
     order = stages_of(meshes)
     if order is None:
         return None
-    written = written_by(name, tensors)
-    target = order.latest(meshes)[1] if written is None else written._spec.mesh
+    target = _mesh_of_written(name, args, kwargs) or order.latest(meshes)[1]
 
     def bring(x: Tensor) -> Tensor:
         return order.sent(x, target) if isinstance(x, DistTensor) and x._spec.mesh is not target else x
@@ -129,11 +145,89 @@ def on_latest_stage(name: str, args: Arguments, kwargs: NamedArguments) -> tuple
     return map_tensors(bring, args), map_tensors(bring, kwargs)
 
 
+def whole_for_plain_target(
+    name: str, args: Arguments, kwargs: NamedArguments, targets: Sequence[str]
+) -> tuple[Arguments, NamedArguments] | None:
+    """Return whole values on every rank for a call that writes values of a pipeline stage to a plain tensor; else None.
+
+    Every rank holds the plain tensor, also the ranks that are not in the stage.
+
+    Raises:
+        MixedMeshError: the function also writes to a tensor of a stage.
+    """
+    written = list(tensors_in([kwargs[key] for key in targets])) or _written(name, args, kwargs)
+    plain = [x for x in written if not isinstance(x, DistTensor)]
+    meshes = {t._spec.mesh for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)} if plain else set()
+    if not _are_stages(meshes):
+        return None
+    if len(plain) < len(written):
+        if name.startswith("_foreach_"):
+            return None  # each entry is a call of its own
+        raise _several_meshes(name, [*map(repr, meshes), "a plain tensor"])
+    return map_tensors(gather_everywhere, args), map_tensors(gather_everywhere, kwargs)
+
+
+def _are_stages(meshes: Collection[ProcessMesh]) -> bool:
+    """True if some of these meshes lack a rank of the world, and all of them are stages of a pipeline."""
+    world = len(world_ranks())
+    return any(mesh.size != world for mesh in meshes) and stages_of(meshes) is not None
+
+
+def _mesh_of_written(name: str, args: Arguments, kwargs: NamedArguments) -> ProcessMesh | None:
+    """Return the mesh of the arguments that a function writes to; None if it writes to none."""
+    meshes = dict.fromkeys(x._spec.mesh for x in _written(name, args, kwargs) if isinstance(x, DistTensor))
+    if len(meshes) > 1:
+        raise _several_meshes(name, list(map(repr, meshes)))
+    return next(iter(meshes), None)
+
+
+def _several_meshes(name: str, found: Sequence[str]) -> MixedMeshError:
+    return MixedMeshError(
+        f"{name}, which writes to tensors on several meshes",
+        ", ".join(found),
+        "an operation runs on one mesh, and its writes to a tensor elsewhere would be lost",
+        "call mw.reshard(x, mesh, placements) to move one of them",
+    )
+
+
+def _written(name: str, args: Arguments, kwargs: NamedArguments) -> list[Tensor]:
+    """Return the tensors that a function of this name writes to, by its name, its options and its schema."""
+    base = name.partition(".")[0]
+    if base in _RENEWING:
+        places = (1, "running_mean"), (2, "running_var")
+    elif _is_in_place(base):
+        places = ((0, "self"),)
+    elif base in _WITH_MAX_NORM and (kwargs.get("max_norm") is not None or args[3:4] not in ((), (None,))):
+        places = ((1, "weight"),)
+    else:
+        places = _written_places(base)
+    return list(tensors_in([args[at] if at < len(args) else kwargs.get(key) for at, key in places]))
+
+
+@lru_cache(4096)
+def _written_places(name: str) -> tuple[tuple[int, str], ...]:
+    """Return the places and names of the arguments that an ATen function writes to by its schema, without `out`."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if isinstance(packet, OperatorPacket) else ()
+    schemas = [getattr(packet, overload)._schema for overload in overloads]
+    found = {
+        (at, argument.name): None
+        for schema in schemas
+        for at, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out
+    }
+    return tuple(found)
+
+
 def written_by(name: str, tensors: Sequence[DistTensor]) -> DistTensor | None:
     """Return the tensor that a function of this name writes to; None if it writes to none."""
     base = name.partition(".")[0]
     if base in _RENEWING:
         return tensors[1]
+    return tensors[0] if _is_in_place(base) else None
+
+
+def _is_in_place(base: str) -> bool:
+    """True if the name of a function says that it writes to its first argument."""
     in_place_operator = base.startswith("__i") and base not in ("__invert__", "__index__", "__int__")
-    writes = base == "__setitem__" or in_place_operator or (base.endswith("_") and not base.endswith("__"))
-    return tensors[0] if writes else None
+    return base == "__setitem__" or in_place_operator or (base.endswith("_") and not base.endswith("__"))

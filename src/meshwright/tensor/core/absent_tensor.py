@@ -14,6 +14,7 @@ from torch import Tensor
 from meshwright.layout import Spec, TorchValue
 from meshwright.reshard import away_part
 
+from .._torch_call import TorchFunction
 from ..torch_hooks import FakeTensor, no_interception
 from .dist_tensor import DistTensor, as_part, change_class
 
@@ -24,6 +25,35 @@ class Absent(DistTensor):
     _away = True
     _view_of: Tensor | None = None
     """The tensor that this one is a view of."""
+
+    def __lt__(self, other: TorchValue) -> Tensor:
+        return _compared(Tensor.__lt__, Tensor.__gt__, self, other)
+
+    def __gt__(self, other: TorchValue) -> Tensor:
+        return _compared(Tensor.__gt__, Tensor.__lt__, self, other)
+
+    def __le__(self, other: TorchValue) -> Tensor:
+        return _compared(Tensor.__le__, Tensor.__ge__, self, other)
+
+    def __ge__(self, other: TorchValue) -> Tensor:
+        return _compared(Tensor.__ge__, Tensor.__le__, self, other)
+
+    def __eq__(self, other: object) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - as torch's
+        return _compared(Tensor.__eq__, Tensor.__eq__, self, other)
+
+    def __ne__(self, other: object) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] - as torch's
+        return _compared(Tensor.__ne__, Tensor.__ne__, self, other)
+
+    __hash__ = Tensor.__hash__
+
+
+def _compared(own: TorchFunction, mirrored: TorchFunction, x: Absent, y: TorchValue) -> Tensor:
+    """Return the comparison of `x` and `y`; of tensors on two meshes, the same call on all ranks.
+
+    For `a < b`, Python calls `b > a` instead if only `b` is of this class, which is so on some ranks only.
+    """
+    is_first = not isinstance(y, DistTensor) or x._spec.mesh.process_ids <= y._spec.mesh.process_ids
+    return own(x, y) if is_first else mirrored(y, x)
 
 
 class FakeAbsent(Absent, FakeTensor):  # pyright: ignore[reportIncompatibleVariableOverride] - as FakeDistTensor

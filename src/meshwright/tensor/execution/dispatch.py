@@ -12,12 +12,12 @@ from meshwright.layout import Cache, ProcessMesh, TorchValue
 from meshwright.spmd import registration_callbacks
 
 from .._errors import MixedMeshError, OperationError, PlainInBackwardError
-from .._torch_call import TorchFunction
+from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..autograd import backward_handlers, forward_mode, user_functions
 from ..autograd.intercepted_call import argument_at
 from ..autograd.user_functions import plain_may_be_part
 from ..conversion import python_values
-from ..conversion.stage_order import on_latest_stage
+from ..conversion.stage_order import on_latest_stage, whole_for_plain_target
 from ..core.absent_tensor import Absent
 from ..core.dist_tensor import PLANS, DistTensor, Run, floats_in
 from ..core.function_names import name_of
@@ -92,10 +92,9 @@ def dispatch(
     check_library(name_of(func), str(getattr(func, "__module__", "")), tensors)
     _check_unbatched(func, tensors)
     targets = targets_in(func, kwargs)
-    if len(tensors) > 1 and not targets and not is_of_lists(func):
-        together = on_latest_stage(name_of(func), args, kwargs)
-        if together is not None:
-            return func(*together[0], **together[1])
+    together = _of_several_stages(func, args, kwargs, targets) if len(tensors) > 1 else None
+    if together is not None:
+        return func(*together[0], **together[1])
     if len(tensors) > 1 and is_write(func, targets):
         args, kwargs = check_overlap(func, args, kwargs, targets)
         tensors = list(tensors_in((args, kwargs)))
@@ -106,6 +105,16 @@ def dispatch(
     out = _handled_or_planned(func, types, args, kwargs, tensors, targets, key)
     after_call(views, before, out, _written_unseen(func, args, kwargs, tensors))
     return out
+
+
+def _of_several_stages(
+    func: TorchFunction, args: Arguments, kwargs: NamedArguments, targets: Sequence[str]
+) -> tuple[Arguments, NamedArguments] | None:
+    """Return the arguments of a call that needs values of other pipeline stages, with these values; else None."""
+    whole = whole_for_plain_target(name_of(func), args, kwargs, targets)
+    if whole is not None or targets or is_of_lists(func):
+        return whole
+    return on_latest_stage(name_of(func), args, kwargs)
 
 
 def _handled_or_planned(

@@ -14,14 +14,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from meshwright.layout import Spec, TorchValue
+from meshwright.layout import ProcessMesh, Spec, TorchValue
 
 from .._torch_call import TorchFunction
 from ..capture.call_capture import Captured, taken_apart
 from ..conversion.local_parts import whole_local
+from ..conversion.python_values import gather_everywhere
 from ..core.absent_tensor import Absent
 from ..core.dist_tensor import DistTensor
-from ..core.tree import map_tensors
+from ..core.tree import map_tensors, tensors_in
 from ..planning.call_plan import is_written, unchanged
 from ..planning.decision_record import recording
 from ..planning.result_checks import ResultRequirements
@@ -55,13 +56,15 @@ class EntryByEntry(CallPlan):
     """A call of torch's loop over the entries; each operator in it is a call of its own on distributed tensors.
 
     The loop sees meta tensors of global shape, because some loops ask whether an entry is empty. A tensor outside the
-    lists, such as the `scalars` of `_foreach_addcmul_`, is passed as it is, because the loop reads its numbers.
+    lists, such as the `scalars` of `_foreach_addcmul_`, is passed as it is, because the loop reads its numbers. If some
+    entry is on another mesh, such as that of another pipeline stage, every rank gets these numbers.
     """
 
     __slots__ = ()
 
     def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        loop = _Loop()
+        lists = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, (list, tuple))]
+        loop = _Loop({t._spec.mesh for t in tensors_in(lists) if isinstance(t, DistTensor)})
         args = [loop.argument(a) for a in args]
         kwargs = {k: loop.argument(v) for k, v in (kwargs or {}).items()}
         with operators_recorded(lambda *_: None, loop.run):
@@ -71,13 +74,18 @@ class EntryByEntry(CallPlan):
 class _Loop:
     """The tensors of one call, keyed by the meta tensors that the loop sees in their places."""
 
-    def __init__(self) -> None:
+    def __init__(self, meshes: set[ProcessMesh]) -> None:
+        self.meshes = meshes
         self.known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def argument(self, value: TorchValue) -> TorchValue:
         if isinstance(value, (list, tuple)):
             return [self.stand_in(v) if isinstance(v, Tensor) else v for v in value]
-        return whole_local(value) if isinstance(value, DistTensor) and not value._away else value
+        if not isinstance(value, DistTensor):
+            return value
+        if self.meshes - {value._spec.mesh}:
+            return gather_everywhere(value)
+        return value if value._away else whole_local(value)
 
     def stand_in(self, x: Tensor) -> Tensor:
         meta = torch.empty(x.shape, dtype=x.dtype, device="meta")
