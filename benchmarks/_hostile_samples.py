@@ -178,7 +178,7 @@ PLAN_READERS = (
 FILES: dict[str, Row] = {
     "cluster file": (lambda path: cluster(str(path)), ("cost._describe:_from_file", "cost._describe:cluster"), CLUSTER),
     "model": (
-        lambda path: read_model(Namespace(model=str(path), imbalance=None)),
+        lambda path: read_model(Namespace(model=str(path), imbalance=None, ahead=None)),
         (
             *("cli.commands.plan:read_model", "cli.console.files:read_object", "cli.commands.parallelize:_model"),
             "cli.console.language_model:_classes",

@@ -202,6 +202,24 @@ def test_assumptions_say_what_a_device_lacks() -> None:
     assert "no measured run" not in told("A100")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rate"), [(torch.float32, "f32 at 76 % of the 19.5"), (torch.bfloat16, "bf16 at 76 %")]
+)
+def test_assumptions_of_a_module_name_the_numbers_of_its_products(dtype: torch.dtype, rate: str) -> None:
+    with torch.device("meta"):
+        model, x = torch.nn.Linear(64, 64, dtype=dtype), torch.empty(64, 64, dtype=dtype)
+    best, *_ = mw.plan(model, (x, x), torch.nn.functional.mse_loss, cluster="2xA100")
+    told = " ".join(best.account().assumed)
+    assert rate in told
+    assert ("products of bf16 would run" in told) == (dtype == torch.float32)
+
+
+@pytest.mark.parametrize("batch", [{"input": torch.empty(4, 4)}, torch.empty(4, 4)])
+def test_a_batch_that_is_no_list_is_refused(batch: Any) -> None:
+    with pytest.raises(mw.BatchError, match="in the order of the model's forward pass"):
+        mw.plan(torch.nn.Linear(4, 4), batch, cluster="2xA100")
+
+
 @pytest.mark.parametrize("name", ["Llama-3-70B, 64 x H100", "Mixtral 8x7B, 64 x H100"])
 def test_the_nearest_recipe_to_its_own_plan_is_the_plan(name: str) -> None:
     recipe = KNOWN_RECIPES[name]

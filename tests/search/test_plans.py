@@ -216,7 +216,7 @@ def test_too_few_ranks_are_refused_with_a_number_that_fits(device: str, ranks: i
     with pytest.raises(SearchError, match="GB are missing") as refused:
         choose(LLAMA, cluster_of(device), ranks, batch, 2048 if ranks == 1 else 8192)
     more = int(refused.value.write.split()[1].replace(",", ""))
-    least = {"recompute": "full", "microbatch": 1, "schedule": "1F1B"}
+    least: dict[str, Any] = {"recompute": "full", "microbatch": 1, "schedule": "1F1B"}
     assert choose(LLAMA, cluster_of(device), more, batch, 2048 if ranks == 1 else 8192, **least).fitting > 0
     assert more > ranks
 

@@ -202,10 +202,8 @@ def plan_costs_text(told: Mapping[str, Any]) -> str:
 
 def read_model(settings: argparse.Namespace) -> Transformer:
     """Return the model of the command line, with the imbalance of experts and the tokens ahead that it gives."""
-    path, imbalance, ahead = settings.model, settings.imbalance, settings.ahead
-    config = read_object(path, "pass a model's config.json")
-    ahead = config.get("num_nextn_predict_layers") or 0 if ahead is None else ahead
-    model = replace(transformer_of(config), ahead=int(ahead))
+    path, imbalance = settings.model, settings.imbalance
+    model = transformer_of(read_object(path, "pass a model's config.json"), settings.ahead)
     if imbalance is None:
         return model
     if model.experts is None:

@@ -25,15 +25,15 @@ from ..plan_data.account import (
 )
 from ..plan_data.account_text import account_text
 from ..plan_data.units import parameters
-from ..sharding.conversion_prices import EXPOSED, Prices
+from ..sharding.conversion_prices import Prices
 from ..sharding.memory_model import per_byte
 from ..sharding.memory_saving import NOTHING, MemorySaving
 from ..sharding.sharding_search import PricedConversion, Shardings
 from ..stages.balance import Balanced
-from ..transformer_accounts.assumptions import memory_left
 from ..transformer_plans.choose import usable_memory
 from ..transformer_plans.communication import link_name
 from .memory_curve import memory_curve
+from .module_assumptions import module_assumptions
 from .pipeline_plan import Pipelining
 
 REPLICAS = "dp"
@@ -167,7 +167,7 @@ class MeshPlan:
             self._decided(),
             self.stages.timeline if self.stages else None,
             tuple(self._curves(cuts, cluster)),
-            assumed=_assumed(cluster),
+            assumed=module_assumptions(cuts.program, cluster),
         )
 
     def _decided(self) -> dict[str, object]:
@@ -263,17 +263,6 @@ class MeshPlan:
         return Communication(
             "message", "activations, and their gradients", "between stages", link, count, nbytes, seconds
         )
-
-
-def _assumed(cluster: Cluster) -> tuple[str, ...]:
-    """Return what the prices of a module's plans take for granted."""
-    device = cluster.device
-    return (
-        f"operators: products of 16 bits at {100 * device.reach:.3g} % of the peak of {device.name}, all others at the"
-        " bandwidth of its memory; each operator is a kernel of its own",
-        f"overlap: conversions of values wait; {100 * EXPOSED:.3g} % of those of parameters and gradients are exposed",
-        memory_left(cluster),
-    )
 
 
 def _own(cuts: Shardings) -> list[Input]:

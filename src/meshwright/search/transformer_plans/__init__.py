@@ -1,8 +1,9 @@
 """Plans for a transformer that is described by its sizes: predicted, compared and chosen.
 
 sizes            `Transformer`: the sizes from which the sizes of operators follow
-config           read the sizes from a published `config.json`
 families         families of models that the sizes describe
+layer_config     read experts, narrow projections and windows of layers from a published `config.json`
+config           read the sizes from such a file
 software         properties of training software that change time and memory
 degrees          many plans at once, as one array for each degree
 schedule_facts   chunks, places, bubble and memory of each pipeline schedule
@@ -15,7 +16,7 @@ peak_memory      bytes of the fullest rank, by kind
 predict          seconds of a training step, in closed form
 simulated_step   seconds of a training step with a simulated pipeline
 candidates       all candidate plans for a number of ranks
-nearest_sizes    sizes near those that were asked for which a plan exists
+nearest_sizes    sizes and choices near those that were asked for which a plan exists or fits
 choose           search for the fastest plan that fits into memory
 communication    each kind of communication of a plan, with count, bytes and seconds
 tensor_layouts   layouts of parameters and activations under a plan

@@ -8,7 +8,7 @@ from meshwright.layout import JsonValue
 
 from .._errors import SearchError
 from .families import BIDIRECTIONAL, GATED, PLAIN, TIED
-from .layer_config import experts_of, first_of, latent_of, whole_number, window_of
+from .layer_config import experts_of, first_of, latent_of, number_of, whole_number, window_of
 from .sizes import Transformer
 
 NAMES = {
@@ -23,8 +23,11 @@ UNGATED = frozenset({"gelu", "gelu_new", "relu", "gelu_fast", "gelu_pytorch_tanh
 """Activations without a gate, for models whose configuration does not name their family."""
 
 
-def transformer_of(config: Mapping[str, JsonValue]) -> Transformer:
+def transformer_of(config: Mapping[str, JsonValue], ahead: int | None = 0) -> Transformer:
     """Return the model that a configuration with the names of `config.json` files describes.
+
+    `ahead` is the number of tokens that are predicted besides the next one. If None, the configuration says it; the
+    models of transformers leave these layers out.
 
     >>> transformer_of({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100})
     Transformer(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256, vocab=100, gated=True, tied=False, \
@@ -60,6 +63,7 @@ experts=None, latent=None, window=None, ahead=0, causal=True)
         experts_of(config, layers),
         latent_of(config),
         window_of(config),
+        number_of(config, "num_nextn_predict_layers") if ahead is None else ahead,
         causal=bool(config.get("is_decoder")) or config.get("model_type") not in BIDIRECTIONAL,
     )
 

@@ -35,28 +35,36 @@ def whole_number(name: str, value: JsonValue) -> int:
     return int(value)
 
 
+def number_of(config: Mapping[str, JsonValue], *names: str) -> int:
+    """Return the first number that a configuration has under one of these names; 0 if it has none."""
+    found = whole_number(names[0], first_of(config, names) or 0)
+    if found < 0:
+        raise SearchError(
+            "a transformer from a configuration", f"{names[0]}: {found}", "the number is negative", "write 0 or more"
+        )
+    return found
+
+
 def experts_of(config: Mapping[str, JsonValue], layers: int) -> Experts | None:
     """Return the experts of a configuration, or None if it has none.
 
     Raises:
         SearchError: layers with and without experts alternate.
     """
-    count = first_of(config, EXPERTS)
+    count, family = number_of(config, *EXPERTS), config.get("model_type")
     if not count:
         return None
-    family = config.get("model_type")
-    width = int(first_of(config, ("moe_intermediate_size", "intermediate_size")) or 4 * config["hidden_size"])
-    shared = int(config.get("shared_expert_intermediate_size") or width * int(config.get("n_shared_experts") or 0))
-    chosen = int(first_of(config, ("num_experts_per_tok", "num_experts_per_token", "top_k")) or 1)
+    width = number_of(config, "moe_intermediate_size", "intermediate_size") or 4 * number_of(config, "hidden_size")
+    shared = number_of(config, "shared_expert_intermediate_size") or width * number_of(config, "n_shared_experts")
+    chosen = number_of(config, "num_experts_per_tok", "num_experts_per_token", "top_k") or 1
     shared = width if family == "llama4_text" else shared
-    return Experts(int(count), chosen, width, shared, _dense_layers(config, layers), biased=family == "gpt_oss")
+    return Experts(count, chosen, width, shared, _dense_layers(config, layers), biased=family == "gpt_oss")
 
 
 def _dense_layers(config: Mapping[str, JsonValue], layers: int) -> int:
     """Return the number of layers without experts, which must come before all others."""
-    plain = list(config.get("mlp_only_layers") or ())
-    dense = int(config.get("first_k_dense_replace") or len(plain))
-    step = first_of(config, INTERVALS) or 1
+    plain, step = config.get("mlp_only_layers") or [], first_of(config, INTERVALS) or 1
+    dense = number_of(config, "first_k_dense_replace") or (len(plain) if isinstance(plain, list) else 0)
     if step != 1 or plain not in ([], list(range(dense))):
         raise SearchError(
             "a transformer from a configuration",
@@ -69,10 +77,10 @@ def _dense_layers(config: Mapping[str, JsonValue], layers: int) -> int:
 
 def latent_of(config: Mapping[str, JsonValue]) -> Latent | None:
     """Return the narrow projections of attention, or None if a configuration has none."""
-    if not config.get("kv_lora_rank"):
+    if not number_of(config, "kv_lora_rank"):
         return None
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    return Latent(*(int(config.get(n) or 0) for n in names))
+    return Latent(*(number_of(config, name) for name in names))
 
 
 def window_of(config: Mapping[str, JsonValue]) -> Window | None:
@@ -80,19 +88,17 @@ def window_of(config: Mapping[str, JsonValue]) -> Window | None:
 
     A chunk of tokens that attend to each other counts as a window of half its size, which has as many pairs.
     """
-    size = first_of(config, ("sliding_window", "local_attention"))
-    if size is None and config.get("attention_chunk_size"):
-        size = int(config["attention_chunk_size"]) // 2
+    size = number_of(config, "sliding_window", "local_attention") or number_of(config, "attention_chunk_size") // 2
     if not size or config.get("use_sliding_window") is False:
         return None
     share = _share_of_windows(config)
-    return Window(int(size), 1 / share) if share else None
+    return Window(size, 1 / share) if share else None
 
 
 def _share_of_windows(config: Mapping[str, JsonValue]) -> float:
     """Return the fraction of the layers that have a window."""
     kinds = config.get("layer_types")
-    if kinds:
-        return sum(kind in LOCAL for kind in kinds) / len(kinds)
-    pattern = first_of(config, PATTERNS) or WINDOW_PATTERNS.get(str(config.get("model_type")))
-    return 1 - 1 / int(pattern) if pattern else 1.0
+    if isinstance(kinds, list) and kinds:
+        return sum(str(kind) in LOCAL for kind in kinds) / len(kinds)
+    pattern = number_of(config, *PATTERNS) or WINDOW_PATTERNS.get(str(config.get("model_type")))
+    return 1 - 1 / pattern if pattern else 1.0
