@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,8 +48,8 @@ class Rival:
 
 def interpreter() -> str | None:
     """Return the interpreter that has llm-compressor; None if the user names none, or it has no such package."""
-    path = os.environ.get(VARIABLE)
-    if not path:
+    path = shutil.which(os.environ.get(VARIABLE, ""))
+    if path is None:
         return None
     found = subprocess.run([path, "-c", "import llmcompressor"], capture_output=True, check=False)
     return path if found.returncode == 0 else None
