@@ -2,8 +2,9 @@
 
 transformers reads what `mw.save_quantized` writes, by the package compressed-tensors, and computes logits. It writes
 the model too, and `mw.load_quantized` reads these files. Files in the forms of GPTQ, AWQ and bitsandbytes are written
-here as these forms are published; their logits are those of a model with the numbers that the files stand for. The
-value is the largest difference of logits.
+here as these forms are published; their logits are those of a model with the numbers that the files stand for. If
+llm-compressor is installed (see `_llm_compressor`), transformers and Meshwright load the files that it writes.
+The value is the largest difference of logits.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import transformers
 from torch import Tensor
 
 import meshwright as mw
+from benchmarks._llm_compressor import ABSENT, quantized_by_rival
 from benchmarks._quantized_forms import FORMS, Awq, Gptq, Nf4, write
 from meshwright.quantize import NumberFormat, Scheme
 
@@ -76,6 +78,18 @@ def differences_of_form(name: str, form: Gptq | Awq | Nf4, folder: Path) -> tupl
     return read, largest(logits(exact), logits(theirs))
 
 
+def differences_of_rival(name: str, folder: Path) -> dict[str, float]:
+    """Return the largest difference of logits, transformers' from ours, for each file that llm-compressor writes."""
+    found: dict[str, float] = {}
+    for dtype, is_float4 in ((torch.float32, False), (torch.bfloat16, True)):
+        schemes = {scheme: each for scheme, each in SCHEMES.items() if each.weights.is_float4 == is_float4}
+        rival = quantized_by_rival(make(name, dtype), schemes, [IDS] * 4, folder / str(dtype))
+        for scheme, written in {} if rival is None else rival.folders.items():
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(written, dtype=dtype)
+            found[scheme] = largest(logits(theirs), logits(mw.load_quantized(make(name, dtype), written)))
+    return found
+
+
 @torch.no_grad()
 def logits(model: Any) -> Tensor:
     return model(IDS).logits
@@ -99,6 +113,9 @@ def run(quick: bool = False) -> dict[str, Any]:
             for name, form in FORMS.items():
                 with tempfile.TemporaryDirectory() as folder:
                     found[f"{model}, {name}"] = differences_of_form(model, form, Path(folder))
+            with tempfile.TemporaryDirectory() as folder:
+                rival = differences_of_rival(model, Path(folder))
+        found |= {f"{model}, {name} by llm-compressor": (each, 0.0) for name, each in rival.items()}
     value = max(max(pair) for pair in found.values())
     return {
         "name": "quantize_interop",
@@ -109,6 +126,7 @@ def run(quick: bool = False) -> dict[str, Any]:
             "models": list(MODELS[: 1 if quick else None]),
             "schemes": list(SCHEMES),
             "forms of other libraries": list(FORMS),
+            "files of llm-compressor": sum("llm-compressor" in name for name in found) or ABSENT,
             "different": {name: pair for name, pair in found.items() if any(pair)},
         },
     }

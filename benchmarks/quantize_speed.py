@@ -4,17 +4,20 @@ The model is the byte Llama with 4 layers, and the data is the source of Python'
 is the floating-point operations of all its operators: products and attention by their sizes, inversions by k³, and
 others by the elements of their largest operand. The value is the work of the busiest rank divided by that of one
 device. The bytes that ranks receive are beside it, and the same ratio if ranks waited for each other after each block.
-The time of 2 processes is divided by that of one process; each process uses one thread.
+The time of 2 processes is divided by that of one process; each process uses one thread. If llm-compressor is installed
+(see `_llm_compressor`), both quantize the same model of transformers with the same data, on one process.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,11 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import meshwright as mw
+from benchmarks._llm_compressor import ABSENT, of_transformers, quantized_by_rival
 from meshwright.comm import current_communicator, launch
 from meshwright.models import Llama, LlamaConfig, batch, mark
 from meshwright.quantize import NumberFormat, Scheme
 
-RANKS, PROCESSES, TURNS = 4, 2, 3
+RANKS, PROCESSES, TURNS, RIVAL_TURNS = 4, 2, 3, 2
 LAYERS, BATCHES, ROWS, LENGTH = 4, 32, 2, 128
 INT4 = NumberFormat(4, strategy="group", group_size=16)
 METHODS = ("gptq", "awq")
@@ -153,6 +157,29 @@ def seconds(ranks: int, count: int) -> dict[str, float]:
     return {method: max(statistics.median(rank[method]) for rank in each) for method in METHODS}
 
 
+def beside_rival(batches: list[tuple[Tensor, Tensor]]) -> dict[str, dict[str, float]]:
+    """Return the seconds of each method for a model of transformers: ours, and those of llm-compressor if installed."""
+    config = LlamaConfig(layers=LAYERS)
+    model, calls = of_transformers(Llama(config), config), [{"input_ids": tokens} for tokens, _ in batches]
+    schemes = {method: replace(scheme(method), ignore=("lm_head",)) for method in METHODS}
+    ours: dict[str, float] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for method in METHODS:
+        turns: list[float] = []
+        for _ in range(RIVAL_TURNS):
+            copied = copy.deepcopy(model)
+            start = time.perf_counter()
+            mw.quantize(copied, schemes[method], calls)
+            turns.append(time.perf_counter() - start)
+        ours[method] = statistics.median(turns)
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as folder:
+        rival = quantized_by_rival(model, schemes, [tokens for tokens, _ in batches], Path(folder), RIVAL_TURNS)
+    theirs = {} if rival is None else {method: statistics.median(turns) for method, turns in rival.seconds.items()}
+    return {"ours": ours, "llm-compressor": theirs}
+
+
 def run(quick: bool = False) -> dict[str, Any]:
     """Return the figure: the work of the busiest rank, and the time of 2 processes."""
     count = BATCHES // 2 if quick else BATCHES
@@ -161,18 +188,25 @@ def run(quick: bool = False) -> dict[str, Any]:
     one, two = seconds(1, count), seconds(PROCESSES, count)
     busiest = max(row["busiest"] for row in rows.values())
     slowest = max(two[method] / one[method] for method in METHODS)
+    beside = beside_rival(batches)
+    ratios = {method: beside["ours"][method] / took for method, took in beside["llm-compressor"].items()}
     return {
         "name": "quantize_speed",
         "value": {
             "busiest of 4 ranks / one device, counted work": round(busiest, 4),
             "2 processes / one process, seconds": round(slowest, 3),
         },
-        "goal": "counted work at most 1/3.8 = 0.263; seconds at most 0.6",
-        "ok": busiest <= MOST_WORK and slowest <= MOST_TIME,
+        "goal": "counted work at most 1/3.8 = 0.263; seconds at most 0.6; one process not slower than llm-compressor",
+        "rival": {
+            "name": "llm-compressor",
+            "value": {f"ours / its seconds, {method}": round(ratio, 3) for method, ratio in ratios.items()} or ABSENT,
+        },
+        "ok": busiest <= MOST_WORK and slowest <= MOST_TIME and all(ratio <= 1 for ratio in ratios.values()),
         "details": {
             "calibration tokens": count * ROWS * LENGTH,
             "methods": rows,
             "seconds": {"one process": one, f"{PROCESSES} processes": two},
+            "seconds, one process, a model of transformers": beside,
         },
     }
 

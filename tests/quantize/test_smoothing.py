@@ -140,3 +140,28 @@ def test_a_norm_is_divided_on_a_mesh_where_one_device_divides_it() -> None:
         return differences(state_of(one), state_of(mw.quantize(model, SMOOTHQUANT, batches)))
 
     assert mw.simulate(program, 2) == [[], []]
+
+
+class Gated(nn.Module):
+    """A gated layer. The last layer can be smoothed by the rows of `up`, but not by those of `gate`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up, self.down = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        with torch.no_grad():
+            self.up.weight[::32] *= 100
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def test_awq_divides_the_rows_of_the_layer_that_makes_the_inputs() -> None:
+    model: Any = mw.quantize(Gated(), AWQ, inputs())
+    exact = Gated()
+    gate = model.gate.dequantized().norm(dim=1) / exact.gate.weight.norm(dim=1)
+    up = model.up.dequantized().norm(dim=1) / exact.up.weight.norm(dim=1)
+    down = model.down.dequantized().norm(dim=0) / exact.down.weight.norm(dim=0)
+    assert (gate - 1).abs().max() < 0.1
+    assert (up - 1).abs().max() > 0.5
+    assert (up * down - 1).abs().max() < 0.2

@@ -12,7 +12,8 @@ _one_device         run a distributed model's code with whole weights and plain 
 _ranks              work that ranks share: fixed trees of sums, owners, rows
 _stages             the blocks of a model that are calibrated one by one
 _observation        sums over the inputs of layers
-_smoothing          AWQ and SmoothQuant: factors between a norm and the layers behind it
+_smoothing          AWQ and SmoothQuant: factors between a norm, or a layer, and the layers behind it
+_awq                AWQ: the errors that choices of factors make
 _gptq               GPTQ: factors, and the rounding of rows
 _calibration        observe inputs, choose numbers, stage by stage
 _quantize           `quantize`: all of it for a model

@@ -56,6 +56,15 @@ def piece(number: int, count: int) -> range:
     return range(number * count // PIECES, (number + 1) * count // PIECES)
 
 
+def sampled(count: int) -> list[int]:
+    """Return the first batch of each piece: a sample to which every rank contributes.
+
+    >>> sampled(32)
+    [0, 4, 8, 12, 16, 20, 24, 28]
+    """
+    return [piece(number, count).start for number in range(PIECES) if piece(number, count)]
+
+
 def first_batch(number: int, count: int) -> int:
     """Return the first batch of one of the pieces; successive numbers give pieces of different ranks.
 

@@ -15,17 +15,18 @@ from torch import Tensor, nn
 from meshwright.layout import TorchValue
 from meshwright.tensor import DistTensor, tensors_in
 
-from ._batches import calls_of, first_batch, piece
+from ._awq import errors
+from ._batches import calls_of, first_batch, piece, sampled
 from ._errors import CalibrationError
 from ._gptq import PANEL, factor, round_rows
 from ._layers import Layers
-from ._observation import Group, Observed, observe
-from ._one_device import Call, in_evaluation, run_whole, whole, whole_state
+from ._observation import Group, Observed, hessian, magnitudes, observe
+from ._one_device import Call, in_evaluation, run_whole, squared, whole, whole_state
 from ._quantized_linear import QuantizedLinear
 from ._ranks import Ranks, TreeSum
 from ._rounding import scale_for, scales_of, to_codes
 from ._scheme import Scheme
-from ._smoothing import GRID, awq_factors, awq_loss, smoothquant_factors
+from ._smoothing import awq_factors, divided, multiplied, powers_of_two, smoothquant_factors
 from ._stages import Chain, calls_of_blocks, container_of, find_chain, inside, put_in_place
 from ._stored_weight import INPUT_SCALE, has_input_scale, placed_like, store
 
@@ -124,7 +125,8 @@ class Calibration:
     def _observe(self, module: nn.Module, layers: Mapping[str, str], run: Callable[[int], TorchValue]) -> Observed:
         """Run this rank's batches through a module, and observe the inputs of its layers."""
         pieces = [(p, piece(p, self.count)) for p in self.ranks.pieces_of(self.ranks.rank)]
-        return self.ranks.agreed(lambda: observe(module, layers, pieces, run))
+        summed = hessian if self.scheme.method == "gptq" else magnitudes
+        return self.ranks.agreed(lambda: observe(module, layers, pieces, run, summed))
 
     def _choose(self, layers: Mapping[str, str], state: Mapping[str, Tensor], seen: Observed) -> None:
         """Choose the numbers of the layers' weights."""
@@ -142,7 +144,7 @@ class Calibration:
         """Choose the numbers of weights by GPTQ: a rank factors the Hessian of a group, and all ranks round rows."""
         groups = self._groups(layers, seen)
         owners = self.ranks.owners([float(self._features(group)) ** 3 for group in groups])
-        totals = [self._total(seen, g, owner, weights[g[0]]) for g, owner in zip(groups, owners, strict=True)]
+        totals = [self._total(seen, g, owner, weights[g[0]], 2) for g, owner in zip(groups, owners, strict=True)]
         made = self.ranks.agreed(lambda: [self._factor(g, total) for g, total in zip(groups, totals, strict=True)])
         for group, owner, pair in zip(groups, owners, made, strict=True):
             k, weight = self._features(group), weights[group[0]]
@@ -169,10 +171,13 @@ class Calibration:
     def _features(self, group: Group) -> int:
         return self.layers[group[0]].in_features
 
-    def _total(self, seen: Observed, group: Group, owner: int, weight: Tensor) -> Tensor | None:
-        """Return the Hessian of a group on its owner, on the device of the weight; None on other ranks."""
-        k = self._features(group)
-        return self.ranks.tree_sum(seen.sums.get(group, TreeSum()), (k, k), owner, weight.device)
+    def _total(self, seen: Observed, group: Group, owner: int, weight: Tensor, dims: int) -> Tensor | None:
+        """Return the sum of a group on its owner, on the device of the weight; None on other ranks.
+
+        It is the Hessian with two dims, or the magnitudes of the input features with one.
+        """
+        shape = (self._features(group),) * dims
+        return self.ranks.tree_sum(seen.sums.get(group, TreeSum()), shape, owner, weight.device)
 
     def _groups(self, layers: Mapping[str, str], seen: Observed) -> list[Group]:
         """Return the groups of all ranks. Raises CalibrationError if they differ, or a layer has no input."""
@@ -193,42 +198,65 @@ class Calibration:
     def _smoothed(
         self, stage: str, calls: Calls, state: Mapping[str, Tensor], layers: Mapping[str, str], seen: Observed
     ) -> Mapping[str, Tensor]:
-        """Return the state of a stage with smoothed inputs, where a norm makes them for the layers of a group only."""
+        """Return the state of a stage with smoothed inputs, where one module makes them for a group only."""
         module = self.model.get_submodule(stage)
         producers = {tuple(g): norm for told in self.ranks.gathered(list(seen.producers.items())) for g, norm in told}
         for group in self._groups(layers, seen):
-            if group not in producers:
+            names = [layers[name] for name in group]
+            norm = producers.get(group)
+            candidates = self._layers_before(group, layers) if norm is None else [norm]
+            exact = powers_of_two(self._features(group), state[_weight_of(names[0])].device)
+            scaled = {name: _smoothed_state(state, name, names, exact) for name in candidates}
+            producer = next((n for n in candidates if self._is_same(module, scaled[n], calls, seen)), None)
+            factors = None if producer is None else self._factors(group, module, names, state, calls, seen)
+            if producer is None or factors is None:
                 continue
-            factors = self._factors(group, [state[_weight_of(layers[name])] for name in group], seen)
-            if factors is None:
-                continue
-            norm = producers[group]
-            changed = _scaled(state, [f"{norm}.weight", f"{norm}.bias"], torch.div, factors)
-            weights = [_weight_of(layers[name]) for name in group]
-            trial = {**state, **changed, **_scaled(state, weights, torch.mul, factors)}
-            if self._is_same(module, trial, calls, seen):
-                state = trial
-                self._change_parameters(stage, changed)
+            state = _smoothed_state(state, producer, names, factors)
+            if norm is not None:
+                self._change_parameters(stage, norm, state)
         return state
 
-    def _change_parameters(self, stage: str, changed: Mapping[str, Tensor]) -> None:
-        prefix = f"{stage}." if stage else ""
-        self.parameters |= {f"{prefix}{key}": x for key, x in changed.items()}
+    def _layers_before(self, group: Group, layers: Mapping[str, str]) -> list[str]:
+        """Return the names inside of the layers that may make the inputs of a group, and whose rows AWQ can divide.
 
-    def _factors(self, group: Group, weights: list[Tensor], seen: Observed) -> Tensor | None:
+        A row has scales of its own, so that its numbers are rounded as before.
+        """
+        if self.scheme.method != "awq" or self.scheme.weights.strategy not in ("channel", "group"):
+            return []
+        earlier = list(layers)[: list(layers).index(group[0])]
+        fits = [name for name in earlier if self.layers[name].out_features == self._features(group)]
+        return [layers[name] for name in fits if self.layers[name]._parameters["bias"] is None]
+
+    def _change_parameters(self, stage: str, norm: str, state: Mapping[str, Tensor]) -> None:
+        prefix = f"{stage}." if stage else ""
+        for name in (f"{norm}.weight", f"{norm}.bias"):
+            if name in state:
+                self.parameters[f"{prefix}{name}"] = state[name]
+
+    def _factors(
+        self,
+        group: Group,
+        module: nn.Module,
+        names: Sequence[str],
+        state: Mapping[str, Tensor],
+        calls: Calls,
+        seen: Observed,
+    ) -> Tensor | None:
         """Return the factors of a group by the method; None if AWQ finds no better ones than 1."""
+        weights = [state[_weight_of(name)] for name in names]
         if self.scheme.method == "smoothquant":
             largest = self._largest(group, seen, weights[0].device)
             return smoothquant_factors(weights, largest, self.scheme.smoothing)
-        k = self._features(group)
+        k, numbers = self._features(group), self.scheme.weights
         (owner,) = self.ranks.owners([float(k)])
-        hessian = self.ranks.broadcast(self._total(seen, group, owner, weights[0]), (k, k), weights[0], owner)
-        diagonal = hessian.diagonal()
-        mine = range(self.ranks.rank, GRID, self.ranks.size)
-        losses = {i: awq_loss(weights, hessian, awq_factors(diagonal, i), self.scheme) for i in mine}
-        every = {i: loss for told in self.ranks.gathered(list(losses.items())) for i, loss in told}
-        best = min(range(GRID), key=lambda i: (every[i], i))
-        return awq_factors(diagonal, best) if best else None
+        total = self.ranks.broadcast(self._total(seen, group, owner, weights[0], 1), (k,), weights[0], owner)
+        choices = awq_factors(total / total.max().clamp(min=1e-30), weights, numbers)
+        mine = [i for i in sampled(self.count) if i in calls]
+        found = self.ranks.agreed(lambda: [(i, errors(module, state, names, calls[i], choices, numbers)) for i in mine])
+        every = sorted((i, tuple(each)) for told in self.ranks.gathered(found) for i, each in told)
+        losses = [sum(each[choice] for _, each in every) for choice in range(len(choices))]
+        best = losses.index(min(losses))
+        return choices[best] if best else None
 
     def _is_same(self, module: nn.Module, trial: Mapping[str, Tensor], calls: Calls, seen: Observed) -> bool:
         """True if a stage has the same outputs with another state, but for rounding, on one batch.
@@ -244,7 +272,7 @@ class Calibration:
             exact = seen.outputs[i]
             dtype = next(x.dtype for x in tensors_in(exact) if x.is_floating_point())
             found = run_whole(module, trial, calls[i])
-            return _square(exact, found) <= torch.finfo(dtype).eps * _square(exact, None)
+            return squared(exact, found) <= torch.finfo(dtype).eps * squared(exact, None)
 
         same = self.ranks.agreed(mine)
         return all(self.ranks.gathered(same))
@@ -295,7 +323,7 @@ class Calibration:
 
     def _error(self, exact: Mapping[int, TorchValue], found: Mapping[int, TorchValue]) -> float:
         """Return the relative error of the outputs of a stage over all batches."""
-        norms = [(i, _square(exact[i], None), _square(exact[i], found[i])) for i in exact]
+        norms = [(i, squared(exact[i], None), squared(exact[i], found[i])) for i in exact]
         every = sorted(tuple(told) for rank in self.ranks.gathered(norms) for told in rank)
         whole_norm = sum(norm for _, norm, _ in every)
         return sqrt(sum(error for _, _, error in every) / whole_norm) if whole_norm else 0.0
@@ -308,11 +336,14 @@ def _calls_after(
     return {i: chain.with_output(outputs[i], each[min(at + 1, len(each) - 1)]) for i, each in calls.items()}
 
 
-def _scaled(
-    state: Mapping[str, Tensor], names: Iterable[str], scale: Callable[[Tensor, Tensor], Tensor], factors: Tensor
+def _smoothed_state(
+    state: Mapping[str, Tensor], producer: str, names: Iterable[str], factors: Tensor
 ) -> dict[str, Tensor]:
-    """Return those of these tensors that there are, multiplied or divided by factors in float32."""
-    return {name: scale(state[name].float(), factors).to(state[name].dtype) for name in names if name in state}
+    """Return the state of a stage with the producer divided by factors, and the weights of layers multiplied."""
+    made = {f"{producer}.weight", f"{producer}.bias"} & state.keys()
+    weights = [_weight_of(name) for name in names]
+    changed = {name: divided(state[name], factors) for name in made}
+    return {**state, **changed, **{name: multiplied(state[name], factors) for name in weights}}
 
 
 def _for_rows(scale: Tensor, weight: Tensor) -> Tensor:
@@ -322,10 +353,3 @@ def _for_rows(scale: Tensor, weight: Tensor) -> Tensor:
 
 def _weight_of(inner: str) -> str:
     return f"{inner}.weight" if inner else "weight"
-
-
-def _square(exact: TorchValue, found: TorchValue) -> float:
-    """Return the squared norm of a result, or that of its difference from another one."""
-    ones = [x for x in tensors_in(exact) if x.is_floating_point()]
-    others = [0.0] * len(ones) if found is None else [x for x in tensors_in(found) if x.is_floating_point()]
-    return sum(float((x.double() - y).square().sum()) for x, y in zip(ones, others, strict=True))

@@ -111,12 +111,17 @@ def _round_block(
 
     Multiplication and subtraction are separate operations: a fused one could round differently for other sizes.
     """
-    errors = torch.empty(len(columns), left.shape[1], device=left.device)
-    for i, at in enumerate(columns):
-        codes[at], value = _rounded(left[at], scale[at], None if zero is None else zero[at], numbers)
-        errors[i] = (left[at] - value) / upper[at, at]
-        behind = slice(at + 1, columns.stop)
-        left[behind] -= upper[at, behind].unsqueeze(-1) * errors[i]
+    each = slice(columns.start, columns.stop)
+    block, factors = left[each], upper[each, each].unsqueeze(-1)
+    errors = torch.empty_like(block)
+    scales = scale[each].unbind()  # one call makes all views of rows
+    zeros = [None] * len(columns) if zero is None else zero[each].unbind()
+    rows = zip(block.unbind(), codes[each].unbind(), errors.unbind(), factors.unbind(), scales, zeros, strict=True)
+    for i, (x, code, error, factor, step, offset) in enumerate(rows):
+        found, value = _rounded(x, step, offset, numbers)
+        code.copy_(found)
+        torch.div(x - value, factor[i], out=error)
+        block[i + 1 :].sub_(factor[i + 1 :] * error)
     return errors
 
 
@@ -130,9 +135,9 @@ def _rounded(x: Tensor, scale: Tensor, zero: Tensor | None, numbers: NumberForma
         code = ratio.clamp(-FLOAT8_LARGEST, FLOAT8_LARGEST).to(FLOAT8).float()
         return code, code * scale
     if zero is None:
-        code = ratio.round().clamp(*code_range(numbers))
+        code = ratio.round_().clamp_(*code_range(numbers))
         return code, code * scale
-    code = (ratio + zero).round().clamp(*code_range(numbers))
+    code = ratio.add_(zero).round_().clamp_(*code_range(numbers))
     return code, (code - zero) * scale
 
 

@@ -25,8 +25,8 @@ Pieces = Sequence[tuple[int, Iterable[int]]]
 class Observed:
     """The inputs of the layers of a stage on this rank.
 
-    `sums` has xᵀx by group, `largest` the largest magnitude of each input feature, and `producers` the norm whose
-    result is the input. `outputs` has the results of the stage by batch.
+    `sums` has xᵀx by group, or the sums of magnitudes, `largest` the largest magnitude of each input feature, and
+    `producers` the norm whose result is the input. `outputs` has the results of the stage by batch.
     """
 
     sums: dict[Group, TreeSum] = field(default_factory=dict[Group, TreeSum])
@@ -35,8 +35,17 @@ class Observed:
     outputs: dict[int, TorchValue] = field(default_factory=dict[int, TorchValue])
 
 
-def observe(module: nn.Module, layers: Mapping[str, str], pieces: Pieces, run: Callable[[int], TorchValue]) -> Observed:
-    """Run batches through a module whose layers are given by full name and name inside, piece by piece."""
+def observe(
+    module: nn.Module,
+    layers: Mapping[str, str],
+    pieces: Pieces,
+    run: Callable[[int], TorchValue],
+    summed: Callable[[Tensor], Tensor],
+) -> Observed:
+    """Run batches through a module whose layers are given by full name and name inside, piece by piece.
+
+    `summed` returns what is summed of the rows of an input: `hessian` or `magnitudes`.
+    """
     seen = Observed()
     inputs: dict[int, tuple[Tensor, list[str]]] = {}
     norms: dict[int, tuple[Tensor, str]] = {}
@@ -54,13 +63,23 @@ def observe(module: nn.Module, layers: Mapping[str, str], pieces: Pieces, run: C
                 inputs.clear()
                 norms.clear()
                 seen.outputs[i] = run(i)
-                _add_inputs(seen, sums, inputs, norms)
+                _add_inputs(seen, sums, inputs, norms, summed)
             for group in seen.sums.keys() | sums.keys():
                 _tree(seen, group, piece, pieces[0][0]).add(piece, sums.get(group))
     finally:
         for hook in hooks:
             hook.remove()
     return seen
+
+
+def hessian(rows: Tensor) -> Tensor:
+    """Return xᵀx [k, k] of the rows [m, k] of an input."""
+    return rows.t() @ rows
+
+
+def magnitudes(rows: Tensor) -> Tensor:
+    """Return the sum [k] of the magnitudes in the rows [m, k] of an input."""
+    return rows.abs().sum(0)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -84,13 +103,14 @@ def _add_inputs(
     sums: dict[Group, Tensor],
     inputs: Mapping[int, tuple[Tensor, list[str]]],
     norms: Mapping[int, tuple[Tensor, str]],
+    summed: Callable[[Tensor], Tensor],
 ) -> None:
     """Add each input to the sums of its group. A layer that ran several times has several inputs."""
     for key, (x, names) in inputs.items():
         rows = x.flatten(0, -2).float()
         group = tuple(dict.fromkeys(names))
-        product, largest = rows.t() @ rows, rows.abs().amax(0)
-        sums[group] = sums[group] + product if group in sums else product
+        added, largest = summed(rows), rows.abs().amax(0)
+        sums[group] = sums[group] + added if group in sums else added
         seen.largest[group] = torch.maximum(seen.largest[group], largest) if group in seen.largest else largest
         if key in norms:
             seen.producers[group] = norms[key][1]

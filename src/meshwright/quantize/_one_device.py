@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.layout import TorchValue
-from meshwright.tensor import STAGE_SPLIT, ReshardMark, capturing, full_tensor, map_tensors
+from meshwright.tensor import STAGE_SPLIT, ReshardMark, capturing, full_tensor, map_tensors, tensors_in
 
 from ._errors import QuantizeError
 
@@ -55,6 +55,13 @@ def _without_mark(op: Any, args: tuple[Any, ...], shown: Callable[[], TorchValue
         "calibration runs the model as on one device, which has no parts",
         "leave local_map out of the model, or use a scheme without calibration",
     )
+
+
+def squared(exact: TorchValue, found: TorchValue) -> float:
+    """Return the squared norm of a result, or that of its difference from another one."""
+    ones = [x for x in tensors_in(exact) if x.is_floating_point()]
+    others = [0.0] * len(ones) if found is None else [x for x in tensors_in(found) if x.is_floating_point()]
+    return sum(float((x.double() - y).square().sum()) for x, y in zip(ones, others, strict=True))
 
 
 def whole_call(call: Call) -> Call:
