@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,10 +21,6 @@ WIDTHS = [(130, 130), (512, 67), (64, 512), (257, 300)]
 def one_thread() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-
-
-def _raise_no_home() -> Path:
-    raise RuntimeError("Could not determine home directory.")
 
 
 def products(x: Tensor, w: Tensor, bias: Tensor) -> list[Tensor]:
@@ -83,36 +77,3 @@ def test_a_process_with_several_threads_has_no_kernel(monkeypatch: pytest.Monkey
     assert has_fast_products()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert not has_fast_products()
-
-
-def test_a_kernel_is_compiled_once_for_the_user_and_not_without_a_compiler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def files() -> list[Path]:
-        row_kernel.row_kernel.cache_clear()
-        assert row_kernel.row_kernel() is not None
-        return list(tmp_path.glob("meshwright/kernels/*"))
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = files()
-    made = first[0].stat().st_mtime_ns
-    assert files() == first
-    assert first[0].stat().st_mtime_ns == made
-    first[0].unlink()
-    first[0].write_bytes(b"a broken file")
-    assert files() == first
-    first[0].parent.chmod(0o777)  # others may have put a kernel there
-    first[0].write_bytes(b"no kernel")
-    assert files() == first
-    with monkeypatch.context() as patch:
-        patch.delenv("XDG_CACHE_HOME")
-        patch.setattr(Path, "home", _raise_no_home)
-        row_kernel.row_kernel.cache_clear()
-        assert row_kernel.row_kernel() is not None
-    for name, value in (("PATH", str(tmp_path)), ("MESHWRIGHT_KERNELS", "off")):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, value)
-            patch.delenv("CXX", raising=False)
-            row_kernel.row_kernel.cache_clear()
-            assert row_kernel.row_kernel() is None
-    row_kernel.row_kernel.cache_clear()

@@ -7,6 +7,7 @@ wherever it is in memory. Functions that are not known are refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from types import EllipsisType, NoneType
 from typing import Any
 
@@ -46,19 +47,18 @@ EXACT = frozenset(
 )
 """Functions without sums, whose gradients have none for most arguments (`GRADIENTS`)."""
 
+ATTRIBUTES = frozenset({"get", "set", "delete"})
+"""Access to attributes of a tensor."""
+
 BACKWARD = frozenset({"backward", "grad"})
 """Functions that run a backward pass."""
 
 
+@lru_cache(maxsize=1024)
 def name_of(func: Any) -> str:
     """Return the name of a function, without the underscores of a special method."""
     name = getattr(func, "__name__", str(func))
     return name.strip("_") if name.startswith("__") else name
-
-
-def is_attribute(func: Any) -> bool:
-    """True for access to an attribute of a tensor."""
-    return name_of(func) in ("get", "set", "delete")
 
 
 def spread_operands(name: str, args: TorchValue, kwargs: TorchValue) -> tuple[TorchValue, TorchValue]:
@@ -90,7 +90,7 @@ def _shape_with_sums(tensors: Sequence[Tensor]) -> torch.Size | None:
 
 def check_exact(name: str, args: TorchValue, kwargs: TorchValue) -> None:
     """Raise SameNumbersError for arguments with which a known function has a sum, or rounds in several ways."""
-    if not all(map(_is_full_precision, leaves_in((args, kwargs.get("other", ()))))) and kwargs.get("alpha", 1) != 1:
+    if kwargs.get("alpha", 1) != 1 and not all(map(_is_full_precision, leaves_in((args, kwargs.get("other", ()))))):
         raise refusal(f"{name} with alpha, of a number or in half precision", "kernels round it in several ways")
     if name == "cumsum" and any(isinstance(x, DistTensor) or x.requires_grad for x in _floats(args)):
         raise refusal("cumsum of a distributed tensor, or with a gradient", "it is a sum without a fixed order")

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.layout import TorchValue
 
 from ._errors import refusal
-from .derivatives import BatchedProduct, Embedding, Product, Spread, Total
+from .derivatives import BatchedProduct, Embedding, Product, Sigmoid, Silu, Spread, Total
 from .kernels import accurate
 from .operators import settled
 
@@ -301,9 +301,7 @@ def expand(x: Tensor, *sizes: TorchValue, size: TorchValue = None, implicit: boo
 
 
 def sigmoid(input: Tensor) -> Tensor:
-    x = accurate(input)
-    e = _minus_magnitude(x).exp()
-    return (torch.where(x >= 0, 1, e) / (1 + e)).to(input.dtype)
+    return Sigmoid.of(accurate(input)).to(input.dtype)
 
 
 def _minus_magnitude(x: Tensor) -> Tensor:
@@ -313,8 +311,7 @@ def _minus_magnitude(x: Tensor) -> Tensor:
 
 def silu(input: Tensor, inplace: bool = False) -> Tensor:
     _check_absent("silu", inplace=inplace)
-    x = accurate(input)
-    return (x * sigmoid(x)).to(input.dtype)
+    return Silu.of(accurate(input)).to(input.dtype)
 
 
 def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:

@@ -166,7 +166,7 @@ extern "C" void piece_products(const float* x, const float* w, float* out, const
     for (int64_t j = 0; j < leading[1]; ++j, out += m * n) {
       const Matrix left{x + i * of_x[0] + j * of_x[1], m, of_x[2], of_x[3]};
       const Matrix right{w + i * of_w[0] + j * of_w[1], n, of_w[3], of_w[2]};
-      if (m <= FEW)
+      if (m <= FEW && of_w[3] != 1)
         product(right, left, split, {out, 1, n});
       else
         product(left, right, split, {out, n, 1});

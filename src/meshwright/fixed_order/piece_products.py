@@ -83,14 +83,14 @@ _Numbers = ctypes.c_int64 * 14
 def _run(kernel: Callable[..., None], x: Tensor, w: Tensor, size: int) -> Tensor:
     (m, k), n = x.shape[-2:], w.shape[-1]
     out = x.new_empty(*x.shape[:-1], n)
-    x, w = _with_two_leading_dims(x), _with_two_leading_dims(w)
-    numbers = _Numbers(m, n, k, size, *x.shape[:2], *x.stride(), *w.stride())
+    if x.dim() > 4:
+        x, w = x.flatten(0, -4), w.flatten(0, -4)
+    absent = 4 - x.dim()
+    leading = (1,) * absent + x.shape[:-2]
+    strides = (0,) * absent + x.stride() + (0,) * absent + w.stride()
+    numbers = _Numbers(m, n, k, size, *leading, *strides)
     kernel(x.data_ptr(), w.data_ptr(), out.data_ptr(), ctypes.addressof(numbers))
     return out
-
-
-def _with_two_leading_dims(x: Tensor) -> Tensor:
-    return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
 
 
 @cache

@@ -59,11 +59,11 @@ class SameNumbers(TorchFunctionMode):
         self, func: Callable[..., Any], types: TorchValue, args: TorchValue = (), kwargs: TorchValue = None
     ) -> TorchValue:
         named: dict[str, Any] = kwargs or {}
-        if _is_internal() or calls.is_attribute(func):
+        name = calls.name_of(func)
+        if name in calls.ATTRIBUTES or _is_internal():
             return func(*args, **named)
         if isinstance(func, (Operator, OperatorPacket)) and _is_captured(func):
             return map_tensors(settled, func(*args, **named))
-        name = calls.name_of(func)
         if name in calls.BACKWARD:
             return self._backward(name, func, args, named)
         return self._run(name, func, args, named)
