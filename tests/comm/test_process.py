@@ -16,7 +16,8 @@ import _programs as programs
 
 from meshwright.comm import NoCommunicatorError, current_communicator, init_process, launch, simulate
 from meshwright.comm.launcher.rendezvous import read_rank_address
-from meshwright.comm.process.process_communicator import Check, ProcessCommunicator, flat, flat_joined
+from meshwright.comm.process.flat_tensors import flat, flat_joined
+from meshwright.comm.process.process_communicator import Check, ProcessCommunicator
 from meshwright.errors import DisagreementError
 
 pytestmark = pytest.mark.usefixtures("forked_processes")

@@ -6,7 +6,7 @@ sent at once. The bytes are those that the step reports for the busiest of the f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -143,14 +143,19 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
     """
     device = replace(
         devices[0],
-        name=" + ".join(dict.fromkeys(d.name for d in devices)),
-        source=" + ".join(dict.fromkeys(sorted(d.source for d in devices))),
+        name=_joined(d.name for d in devices),
+        source=_joined(sorted(d.source for d in devices)),
         attention=(min(d.attention[0] for d in devices), min(d.attention[1] for d in devices)),
         addressable=(min(d.memory for d in devices), min(d.available for d in devices)),
         **{name: min(getattr(d, name) for d in devices) for name in ("bandwidth", "memory", "units")},
         **{name: max(getattr(d, name) for d in devices) for name in ("reach", "reach8", "reach4", "overhead")},
     )
     return replace(device, flops=_lowest_rates(devices, device))
+
+
+def _joined(names: Iterable[str]) -> str:
+    """Return the names, each once."""
+    return " + ".join(dict.fromkeys(names))
 
 
 def _lowest_rates(devices: Sequence[Device], slowest: Device) -> dict[torch.dtype, float]:

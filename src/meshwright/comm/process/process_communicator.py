@@ -22,7 +22,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha1
-from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -65,6 +64,7 @@ from ..transport.host_transport import HostTransport
 from ..transport.messages import Message, Messages
 from ..transport.shared_memory import Peers, SharedMemoryTransport, contiguous_values, open_shared
 from .device_choice import CPU_BACKEND, Opener, default_transport, use_device
+from .flat_tensors import as_bytes, flat, flat_joined, joint_bytes, numel, unpacked
 from .flight_record import Noted, NotedCall, Record
 from .late_messages import LateMessages
 from .retained_memory import keep_memory
@@ -251,8 +251,8 @@ class ProcessCommunicator(QueuedCommunicator):
     def _message_with(self, x: Tensor, call: CommCall) -> Message:
         """Return the message with the values of `x`; on a device with streams, a thread waits for them."""
         if not _has_streams(x.device):
-            return Message(str(call), _bytes(x).cpu())
-        return Message(str(call), *begin_host_copy(_bytes(x), self.streams, f"messages to {call.message[0]}"))
+            return Message(str(call), as_bytes(x).cpu())
+        return Message(str(call), *begin_host_copy(as_bytes(x), self.streams, f"messages to {call.message[0]}"))
 
     def _receive(self, call: CommCall, device: torch.device) -> Tensor:
         self._guard.meetings.raise_failed()
@@ -465,15 +465,15 @@ class ProcessCommunicator(QueuedCommunicator):
 
     def _gather(self, x: Tensor, shapes: Sequence[Shape], group: Group, into: Sequence[Tensor] = ()) -> list[Tensor]:
         """Return every rank's part; the tensors `into` with the parts, if all are one after the other in memory."""
-        data = _bytes(x)
+        data = as_bytes(x)
         if all(shape == shapes[0] for shape in shapes):
-            joint = _joint_bytes(into)
+            joint = joint_bytes(into)
             out = data.new_empty(len(group) * data.numel()) if joint is None else joint
             self._open_for(x.device, group).all_gather(out, data)
             if joint is not None:
                 return list(into)
             return [part.view(shape) for part, shape in zip(out.view(x.dtype).chunk(len(group)), shapes, strict=True)]
-        owners = [place for place, shape in enumerate(shapes) if _numel(shape)]
+        owners = [place for place, shape in enumerate(shapes) if numel(shape)]
         if len(owners) == 1:
             return self._gather_from_one(x, shapes, group, owners[0])
         return self._gather_uneven(x, shapes, group)
@@ -505,12 +505,12 @@ class ProcessCommunicator(QueuedCommunicator):
         return out.div_(len(call.group)) if call.op == _AS_SUM else out
 
     def _swap(self, pieces: Sequence[Tensor], shapes: Sequence[Shape], group: Group) -> list[Tensor]:
-        flat = [_bytes(piece) for piece in pieces]
+        flat = [as_bytes(piece) for piece in pieces]
         dtype = pieces[0].dtype
-        arriving = [_numel(shape) * dtype.itemsize for shape in shapes]
+        arriving = [numel(shape) * dtype.itemsize for shape in shapes]
         out = flat[0].new_empty(sum(arriving))
         self._open_for(out.device, group).all_to_all(out, torch.cat(flat), arriving, [data.numel() for data in flat])
-        return _unpacked(out, arriving, shapes, dtype)
+        return unpacked(out, arriving, shapes, dtype)
 
     def _post(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[Receive], group: Group) -> list[Tensor]:
         """Post all messages at once.
@@ -541,7 +541,7 @@ class ProcessCommunicator(QueuedCommunicator):
             if peer == self.rank or x.numel() == 0:
                 continue
             tag = counts[peer] = counts.get(peer, -1) + 1
-            found.append((group.index(peer), tag, _bytes(x)))
+            found.append((group.index(peer), tag, as_bytes(x)))
         return found
 
     def _peers_of(self, group: Group) -> Peers:
@@ -638,49 +638,5 @@ def _check_of(check: Check | str | int) -> Check:
     return check if isinstance(check, Check) else Check.parse(check)
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return contiguous_values(x).view(-1).view(torch.uint8)
-
-
-def flat(x: Tensor, op: str) -> Tensor:
-    """Return a contiguous tensor as one row; complex numbers as pairs of reals, if the pairs can be summed."""
-    return (torch.view_as_real(x) if x.is_complex() and op == "sum" else x).view(-1)
-
-
-def flat_joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return flat tensors one after the other: a view, without a copy, if they are one after the other in memory."""
-    joint = _joint_view(parts)
-    return torch.cat(list(parts)) if joint is None else joint
-
-
-def _joint_view(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return a view of all flat tensors; None if they are not one after the other in memory."""
-    first = parts[0]
-    begins = accumulate([part.numel() for part in parts[:-1]], initial=first.storage_offset())
-    memory = first.untyped_storage().data_ptr()
-    for part, begin in zip(parts, begins, strict=True):
-        if part.storage_offset() != begin or part.untyped_storage().data_ptr() != memory:
-            return None
-    return first.as_strided((sum(part.numel() for part in parts),), (1,))
-
-
-def _joint_bytes(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return the bytes of all tensors as one view; None if they are not one after the other in memory."""
-    if not parts or not all(part.is_contiguous() for part in parts):
-        return None
-    joint = _joint_view([part.view(-1) for part in parts])
-    return None if joint is None else joint.view(torch.uint8)
-
-
 def _has_streams(device: torch.device) -> bool:
     return device.type != CPU and platform_of(device).has_streams
-
-
-def _numel(shape: Shape) -> int:
-    return torch.Size(shape).numel()
-
-
-def _unpacked(data: Tensor, lengths: Sequence[int], shapes: Sequence[Shape], dtype: torch.dtype) -> list[Tensor]:
-    """Return the tensors stored one after the other in `data`; each has its own memory, aligned for its dtype."""
-    parts = data.split(list(lengths))
-    return [part.clone().view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
