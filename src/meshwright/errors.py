@@ -41,7 +41,14 @@ from meshwright.engine import (
 )
 from meshwright.fixed_order import SameNumbersError
 from meshwright.generate import EagerStepWarning, GenerationError
-from meshwright.graph import CaptureError, ProgramError, ProgramFileError, RewriteError, SideEffectError
+from meshwright.graph import (
+    CaptureError,
+    HiddenTensorError,
+    ProgramError,
+    ProgramFileError,
+    RewriteError,
+    SideEffectError,
+)
 from meshwright.layout import InputError, LayoutError, MeshError, MeshwrightError, PlacementError, PlatformError
 from meshwright.models import ModelError
 from meshwright.pipeline import ScheduleError, StageError
@@ -88,6 +95,7 @@ __all__ = [
     "ExpertsError",
     "FolderInUseError",
     "GenerationError",
+    "HiddenTensorError",
     "InputError",
     "LaunchError",
     "LayoutError",

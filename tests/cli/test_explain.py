@@ -42,7 +42,6 @@ def test_an_account_is_printed(explain_arguments: list[str], capsys: pytest.Capt
         "what this assumes",
         "what would change it",
         "other plans",
-        "known recipes",
         " x ",
     ):
         assert part in said

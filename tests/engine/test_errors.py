@@ -111,6 +111,14 @@ class Asks(torch.nn.Linear):
         return out if out > 0 else -out
 
 
+class Slope(torch.nn.Linear):
+    """A model that takes a derivative through an operator that keeps a tensor for it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = torch.nn.functional.rrelu(super().forward(input), training=True)
+        return torch.autograd.grad(out.sum(), self.weight, create_graph=True)[0].sum()
+
+
 class Counts(torch.nn.Linear):
     """A model that counts its calls in Python."""
 
@@ -287,6 +295,7 @@ CASES: list[Case] = [
      engine.StrategyError, "Parallelism"),
     # programs
     ("a branch by numbers", a_program_of(Asks(3, 2)), graph.CaptureError, r"torch\.where"),
+    ("a derivative of hidden tensors", a_program_of(Slope(3, 2)), graph.HiddenTensorError, "full_graph=False"),
     ("a count in Python", a_program_of(Counts(3, 2)), graph.SideEffectError, "register_buffer"),
     ("a static model that was not called", lambda: mw.to_static(Asks(3, 2)).program, engine.StaticError, "first"),
     ("a value that nothing makes", a_value_that_nothing_makes, graph.ProgramError, "Draft"),

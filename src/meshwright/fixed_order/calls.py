@@ -90,7 +90,7 @@ def _shape_with_sums(tensors: Sequence[Tensor]) -> torch.Size | None:
 
 def check_exact(name: str, args: TorchValue, kwargs: TorchValue) -> None:
     """Raise SameNumbersError for arguments with which a known function has a sum, or rounds in several ways."""
-    if kwargs.get("alpha", 1) != 1 and not all(map(_is_full_precision, leaves_in((args, kwargs.get("other", ()))))):
+    if not all(map(_is_full_precision, leaves_in((args, kwargs.get("other", ()))))) and kwargs.get("alpha", 1) != 1:
         raise refusal(f"{name} with alpha, of a number or in half precision", "kernels round it in several ways")
     if name == "cumsum" and any(isinstance(x, DistTensor) or x.requires_grad for x in _floats(args)):
         raise refusal("cumsum of a distributed tensor, or with a gradient", "it is a sum without a fixed order")

@@ -15,7 +15,7 @@ In reading order:
     execution    execution of a program node by node, or in kernels compiled by Inductor
 """
 
-from ._errors import CaptureError, ProgramError, ProgramFileError, RewriteError, SideEffectError
+from ._errors import CaptureError, HiddenTensorError, ProgramError, ProgramFileError, RewriteError, SideEffectError
 from .analysis.linear_tail import linear_tail
 from .analysis.live_memory import (
     AliasClasses,
@@ -143,6 +143,7 @@ __all__ = [
     "FreshNames",
     "GradientInspector",
     "Guards",
+    "HiddenTensorError",
     "Hook",
     "Input",
     "InspectedStep",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.comm import ProcessCommunicator
+from meshwright.comm.process import process_communicator
 from meshwright.errors import MeshwrightError
 
 HIDDEN = 8
@@ -172,7 +173,7 @@ def replayed() -> None:
     mw.check_steps(replay=1)
     run = Run(mw.Replicate(), static=True)
     run.step()
-    carry, left = ProcessCommunicator._reduce_all, [1]
+    carry, left, is_small = ProcessCommunicator._reduce_all, [1], process_communicator.is_small
 
     def damaged(self: ProcessCommunicator, x: Tensor, call: object, into: Tensor | None) -> Tensor:
         out = carry(self, x, call, into)  # pyright: ignore[reportArgumentType] - a stand-in
@@ -182,10 +183,11 @@ def replayed() -> None:
         return out
 
     ProcessCommunicator._reduce_all = damaged
+    process_communicator.is_small = lambda call: False  # the fault is in a transport
     try:
         run.step()
     finally:
-        ProcessCommunicator._reduce_all = carry
+        ProcessCommunicator._reduce_all, process_communicator.is_small = carry, is_small
 
 
 def clean() -> None:

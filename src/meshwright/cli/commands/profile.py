@@ -130,7 +130,7 @@ def _rounded(number: float) -> float:
 def known_device(name: str) -> str:
     """Return the known device whose name is part of `name`, word by word; else "A100" for NVIDIA, or "cpu core".
 
-    >>> [known_device(name) for name in ("NVIDIA H200", "NVIDIA A100-SXM4-40GB", "Intel(R) Xeon(R)", "NVIDIA L4")]
+    >>> [known_device(name) for name in ("NVIDIA H200", "NVIDIA A100-SXM4-40GB", "Intel(R) Xeon(R)", "NVIDIA T4")]
     ['H200', 'A100-40GB', 'cpu core', 'A100']
     """
     words = set(name.replace("-", " ").split())
