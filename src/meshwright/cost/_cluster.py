@@ -145,12 +145,18 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
         devices[0],
         name=_joined(d.name for d in devices),
         source=_joined(sorted(d.source for d in devices)),
-        attention=(min(d.attention[0] for d in devices), min(d.attention[1] for d in devices)),
-        addressable=(min(d.memory for d in devices), min(d.available for d in devices)),
+        attention=_least(d.attention for d in devices),
+        addressable=_least((d.memory, d.available) for d in devices),
         **{name: min(getattr(d, name) for d in devices) for name in ("bandwidth", "memory", "units")},
         **{name: max(getattr(d, name) for d in devices) for name in ("reach", "reach8", "reach4", "overhead")},
     )
     return replace(device, flops=_lowest_rates(devices, device))
+
+
+def _least(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Return the smallest first number and the smallest second number."""
+    firsts, seconds = zip(*pairs, strict=True)
+    return min(firsts), min(seconds)
 
 
 def _joined(names: Iterable[str]) -> str:

@@ -202,12 +202,9 @@ class Calibration:
         module = self.model.get_submodule(stage)
         producers = {tuple(g): norm for told in self.ranks.gathered(list(seen.producers.items())) for g, norm in told}
         for group in self._groups(layers, seen):
-            names = [layers[name] for name in group]
-            norm = producers.get(group)
+            names, norm = [layers[name] for name in group], producers.get(group)
             candidates = self._layers_before(group, layers) if norm is None else [norm]
-            exact = powers_of_two(self._features(group), state[_weight_of(names[0])].device)
-            scaled = {name: _smoothed_state(state, name, names, exact) for name in candidates}
-            producer = next((n for n in candidates if self._is_same(module, scaled[n], calls, seen)), None)
+            producer = self._producer(group, module, names, candidates, state, calls, seen)
             factors = None if producer is None else self._factors(group, module, names, state, calls, seen)
             if producer is None or factors is None:
                 continue
@@ -215,6 +212,26 @@ class Calibration:
             if norm is not None:
                 self._change_parameters(stage, norm, state)
         return state
+
+    def _producer(
+        self,
+        group: Group,
+        module: nn.Module,
+        names: Sequence[str],
+        candidates: Sequence[str],
+        state: Mapping[str, Tensor],
+        calls: Calls,
+        seen: Observed,
+    ) -> str | None:
+        """Return the first of the modules whose results are scaled as the inputs of a group; None if there is none.
+
+        Factors that are powers of two round nothing, so they show it.
+        """
+        factors = powers_of_two(self._features(group), state[_weight_of(names[0])].device)
+        for name in candidates:
+            if self._is_same(module, _smoothed_state(state, name, names, factors), calls, seen):
+                return name
+        return None
 
     def _layers_before(self, group: Group, layers: Mapping[str, str]) -> list[str]:
         """Return the names inside of the layers that may make the inputs of a group, and whose rows AWQ can divide.
@@ -251,12 +268,16 @@ class Calibration:
         (owner,) = self.ranks.owners([float(k)])
         total = self.ranks.broadcast(self._total(seen, group, owner, weights[0], 1), (k,), weights[0], owner)
         choices = awq_factors(total / total.max().clamp(min=1e-30), weights, numbers)
-        mine = [i for i in sampled(self.count) if i in calls]
-        found = self.ranks.agreed(lambda: [(i, errors(module, state, names, calls[i], choices, numbers)) for i in mine])
-        every = sorted((i, tuple(each)) for told in self.ranks.gathered(found) for i, each in told)
-        losses = [sum(each[choice] for _, each in every) for choice in range(len(choices))]
+        losses = self._losses(lambda i: errors(module, state, names, calls[i], choices, numbers), calls)
         best = losses.index(min(losses))
         return choices[best] if best else None
+
+    def _losses(self, errors_of: Callable[[int], list[float]], calls: Calls) -> list[float]:
+        """Return the sums of errors over the sampled batches of all ranks, each in the order of the batches."""
+        mine = [i for i in sampled(self.count) if i in calls]
+        found = self.ranks.agreed(lambda: [(i, errors_of(i)) for i in mine])
+        every = sorted((i, tuple(each)) for told in self.ranks.gathered(found) for i, each in told)
+        return [sum(each) for each in zip(*(errors_of_batch for _, errors_of_batch in every), strict=True)]
 
     def _is_same(self, module: nn.Module, trial: Mapping[str, Tensor], calls: Calls, seen: Observed) -> bool:
         """True if a stage has the same outputs with another state, but for rounding, on one batch.
