@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.cost import Cluster
 
-from .candidates import ONE, candidates, context_sizes, divisors, tensor_sizes
+from .candidates import ONE, candidates, context_sizes, divisors, stays_in_a_node, tensor_sizes
 from .degrees import NUMBERS
 from .peak_memory import hold
 from .sizes import Transformer
@@ -44,10 +44,9 @@ def nearest_sizes(
     inner = _inner_sizes(model, sequence, per_node, given)
     unit = given.get("microbatch", 1)
     replicas = [d for d in divisors(batch // unit) if batch % unit == 0 and given.get("dp", d) == d]
-    numbers = {dp * size for dp, size in product(replicas, inner)}
-    steps = [
-        ranks // size * unit for size in inner if ranks % size == 0 and given.get("dp", ranks // size) == ranks // size
-    ]
+    numbers = {dp * size for dp, (tp, size) in product(replicas, inner) if stays_in_a_node(tp, dp * size, per_node)}
+    whole = {size for tp, size in inner if ranks % size == 0 and stays_in_a_node(tp, ranks, per_node)}
+    steps = [ranks // size * unit for size in whole if given.get("dp", ranks // size) == ranks // size]
     batches = {step * times for step in steps for times in (batch // step, batch // step + 1) if times}
 
     def has_plan(ranks: int, batch: int) -> bool:
@@ -92,11 +91,11 @@ def fitting_ranks(
     return None
 
 
-def _inner_sizes(model: Transformer, sequence: int, per_node: int, given: Mapping[str, Any]) -> set[int]:
-    """Return the possible numbers of ranks of one replica: tp * pp * cp."""
+def _inner_sizes(model: Transformer, sequence: int, per_node: int, given: Mapping[str, Any]) -> set[tuple[int, int]]:
+    """Return each tp with the possible numbers of ranks of one replica: tp * pp * cp."""
     stages = [p for p in range(1, model.layers + 1) if given.get("pp", p) == p]
     tensor, context = tensor_sizes(model, per_node, given), context_sizes(sequence, given)
-    return {t * p * c for t, p, c in product(tensor, stages, context)}
+    return {(t, t * p * c) for t, p, c in product(tensor, stages, context)}
 
 
 def _neighbours(wanted: int, sizes: Iterable[int], has_plan: Callable[[int], bool]) -> tuple[int, ...]:
