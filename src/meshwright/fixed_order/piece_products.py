@@ -73,7 +73,12 @@ def runs_kernels(*operands: Tensor) -> bool:
 
 @cache
 def product_kernel() -> Callable[..., None] | None:
-    """Return the kernel; None without a compiler, and if kernels are off."""
+    """Return the kernel; None without a compiler, if kernels are off, and on processors other than those with AVX2.
+
+    On others, such as those with AVX-512, its bits were never compared with those of torch's kernels for all shapes.
+    """
+    if torch.backends.cpu.get_cpu_capability() != "AVX2":
+        return None
     return native_kernel(_SOURCE, *[ctypes.c_void_p] * 4)
 
 
