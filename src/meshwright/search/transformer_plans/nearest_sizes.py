@@ -46,8 +46,9 @@ def nearest_sizes(
     replicas = [d for d in divisors(batch // unit) if batch % unit == 0 and given.get("dp", d) == d]
     numbers = {dp * size for dp, (tp, size) in product(replicas, inner) if stays_in_a_node(tp, dp * size, per_node)}
     whole = {size for tp, size in inner if ranks % size == 0 and stays_in_a_node(tp, ranks, per_node)}
-    steps = [ranks // size * unit for size in whole if given.get("dp", ranks // size) == ranks // size]
-    batches = {step * times for step in steps for times in (batch // step, batch // step + 1) if times}
+    batches = _near_batches(
+        batch, {ranks // size for size in whole} & {given.get("dp", ranks // n) for n in whole}, unit
+    )
 
     def has_plan(ranks: int, batch: int) -> bool:
         return any(True for _ in candidates(model, ranks, batch, sequence, "bf16", per_node, given))
@@ -56,6 +57,12 @@ def nearest_sizes(
         _neighbours(ranks, numbers, lambda n: has_plan(n, batch)),
         _neighbours(batch, batches, lambda n: has_plan(ranks, n)),
     )
+
+
+def _near_batches(batch: int, replicas: Iterable[int], unit: int) -> set[int]:
+    """Return the batches next to `batch` that have whole microbatches of `unit` on each of some numbers of replicas."""
+    steps = [dp * unit for dp in replicas]
+    return {step * times for step in steps for times in (batch // step, batch // step + 1) if times}
 
 
 def nearest_choices(
