@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.comm import CommCall, DisagreementError, ProcessCommunicator
 from meshwright.comm.process import process_communicator
+from meshwright.comm.process.transfers import Transfers
 from meshwright.tensor import DistTensor
 
 LIMIT = 60.0
@@ -28,11 +29,11 @@ def _queued(self: ProcessCommunicator, x: Tensor) -> bool:
     return x.is_floating_point()
 
 
-def _moves_nothing(self: ProcessCommunicator, x: Tensor, call: CommCall, into: Tensor | None) -> Tensor:
+def _moves_nothing(self: Transfers, x: Tensor, call: CommCall, into: Tensor | None) -> Tensor:
     return x.clone()
 
 
-def _stays(self: ProcessCommunicator, x: Tensor, shapes: Any, group: Any, into: Any = ()) -> list[Tensor]:
+def _stays(self: Transfers, x: Tensor, shapes: Any, group: Any, into: Any = ()) -> list[Tensor]:
     return [torch.zeros(shape, dtype=x.dtype) for shape in shapes]
 
 
@@ -142,8 +143,8 @@ def main() -> None:
     folder, story = Path(sys.argv[1]), sys.argv[2]
     ProcessCommunicator._is_queued = _queued
     process_communicator.is_small = lambda call: False  # no call of a queue moves its data in frames
-    ProcessCommunicator._reduce_all = _moves_nothing
-    ProcessCommunicator._gather = _stays
+    Transfers.reduce_all = _moves_nothing
+    Transfers.gather = _stays
     here = mw.init_process()
     assert isinstance(here, ProcessCommunicator)
     if story != "updates":

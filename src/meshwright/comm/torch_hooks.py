@@ -149,8 +149,8 @@ class Backend:
             if not (sends or receives):
                 return  # torch returns no work to wait for
             self._raw._start_coalescing()
-        works = [self._raw.recv([x], place, tag) for place, tag, x in receives]  # first: Gloo's peer then sends at once
-        works += [self._raw.send([x], place, tag) for place, tag, x in sends]
+        works = [self._raw.send([x], place, tag) for place, tag, x in sends]
+        works += [self._raw.recv([x], place, tag) for place, tag, x in receives]
         if self._coalesces:
             works = [self._raw._end_coalescing()]
         for work in cast(list[PendingWork], works):

@@ -1,6 +1,7 @@
 """The communicator with one process per rank.
 
 process_communicator   init_process, ProcessCommunicator: collectives over the transports of the platforms
+transfers              Transfers: the movement of data by the transports of groups
 device_choice          default_transport, use_device: the transport and the device of a process
 flat_tensors           flat_joined, unpacked: tensors as one row, as transports move them
 flight_record          Record: the last 200 calls of a rank, written as JSON when a call fails
