@@ -336,7 +336,7 @@ class _Recorder(SchemaCheckMode):
         self,
         note: Callable[[Operator, Arguments, NamedArguments, TorchValue], None],
         run: Run,
-        in_parts: Container[OperatorPacket],
+        in_parts: bool,
     ) -> None:
         self.note, self.run, self.in_parts = note, run, in_parts
         self._dispatch_key = torch._C.DispatchKey.PreDispatch  # where it is put back after `no_modes`
@@ -348,7 +348,7 @@ class _Recorder(SchemaCheckMode):
         args: Arguments = (),
         kwargs: NamedArguments | None = None,
     ) -> TorchValue:
-        if func.overloadpacket in self.in_parts:
+        if self.in_parts and func._can_decompose():
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         out = self.run(func, args, kwargs or {})
@@ -372,11 +372,11 @@ def imagining(sizes: Iterable[object], always: bool = False) -> Generator[None]:
 def operators_recorded(
     note: Callable[[Operator, Arguments, NamedArguments, TorchValue], None],
     run: Run = _plainly,
-    in_parts: Container[OperatorPacket] = (),
+    in_parts: bool = False,
 ) -> Generator[None]:
     """Call `note` for every ATen operator called inside the block, before autograd; `run` carries the operator out.
 
-    Of the composite operators `in_parts`, the operators that they consist of are noted.
+    With `in_parts`, the operators that a composite operator consists of are noted instead of it.
     """
     _set_mode_pre_dispatch(_Recorder(note, run, in_parts))
     try:

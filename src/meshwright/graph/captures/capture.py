@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshwright.comm import communicator_lookups
 from meshwright.layout import Spec, TorchValue
-from meshwright.tensor import DistTensor, OperatorPacket, full_tensor, map_leaves
+from meshwright.tensor import DistTensor, full_tensor, map_leaves
 
 from .._errors import HiddenTensorError, SideEffectError
 from ..analysis.constant_folding import constant_values, folded
@@ -32,7 +32,7 @@ from ..recording.detached_writes import check_late_writes
 from ..recording.dynamic_sizes import BatchPredicate, BatchSize, DynamicSizes, size_conditions
 from ..recording.recording import Recording
 from ..torch_hooks import FakeMode, new_sizes
-from .capture_environment import HIDING, CaptureEnvironment, called
+from .capture_environment import CaptureEnvironment, called
 from .interception import check_hooks
 
 
@@ -124,15 +124,15 @@ def capture(
         checksum = None if is_known is None else _checksum(first.program, ran)
         return not is_run or (checksum is not None and is_known is not None and is_known(checksum))
 
-    def repeated(in_parts: Collection[OperatorPacket]) -> RepeatableCall[Capture]:
+    def repeated(in_parts: bool) -> RepeatableCall[Capture]:
         run = partial(_capture_once, module, call, batch, dynamic or {}, most, in_parts)
         how = PassComparison(_same_program, known, _numbers_of, _asked_by)
         return check_repeatable(roots, run, how, asked, beside or {})
 
     try:
-        done = repeated(())
+        done = repeated(in_parts=False)
     except HiddenTensorError:
-        done = repeated(HIDING)
+        done = repeated(in_parts=True)
     found, ran = done.gave, done.ran
     own = communicator_lookups() > reads or ran.asks_thread or found.symbols or _holds_objects(found.program)
     return replace(found, ran=ran, checksum=checksum, recording=None, places=done.places, is_own=bool(own))
@@ -206,9 +206,13 @@ def _capture_once(
     batch: Sequence[Any],
     dynamic: Mapping[int, Collection[int]],
     most: int | None,
-    in_parts: Collection[OperatorPacket],
+    in_parts: bool,
 ) -> Capture:
-    """Return the capture of one pass; composite operators `in_parts` are captured as those that they consist of."""
+    """Return the capture of one pass.
+
+    A composite operator may compute a tensor that only its backward pass reads, such as a variance or a mask. With
+    `in_parts`, the operators that it consists of are captured, and so are these tensors.
+    """
     check_hooks(module)
     slots = model_tensors(module)
     recording = Recording(above=True)

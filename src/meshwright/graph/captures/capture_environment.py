@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from math import prod
 from traceback import walk_tb
@@ -17,7 +17,6 @@ from meshwright.layout import MeshwrightError, Spec, TorchValue, autocast_modes,
 from meshwright.tensor import (
     STAGE_SPLIT,
     DistTensor,
-    OperatorPacket,
     ReshardMark,
     StageArrival,
     attention_algorithm,
@@ -79,18 +78,6 @@ _IN_TRANSFORM = (
     "Strategy(full_graph=False), which runs code that cannot be captured in Python",
 )
 """The reason and the fix in the error for a transform of `torch.func`."""
-
-
-HIDING: frozenset[OperatorPacket] = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in (
-        *("layer_norm", "rms_norm", "group_norm", "batch_norm", "_batch_norm_impl_index", "instance_norm"),
-        *("max_pool1d", "max_pool2d", "max_pool3d", "cosine_similarity"),
-        *("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d"),
-        *("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"),
-    )
-)
-"""Composite operators whose backward pass reads tensors that are no results of theirs, such as a variance or a mask."""
 
 
 def called(call: Callable[..., TorchValue], args: Sequence[TorchValue]) -> TorchValue:
@@ -181,7 +168,7 @@ class CaptureEnvironment:
         recording: Recording,
         sizes: DynamicSizes,
         most: int | None = None,
-        in_parts: Collection[OperatorPacket] = (),
+        in_parts: bool = False,
     ) -> None:
         self.module, self.mode, self.recording, self.sizes, self.most = module, mode, recording, sizes, most
         self.in_parts = in_parts

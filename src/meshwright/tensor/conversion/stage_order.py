@@ -155,7 +155,7 @@ def whole_for_plain_target(
     Raises:
         MixedMeshError: the function also writes to a tensor of a stage.
     """
-    written = list(tensors_in([kwargs[key] for key in targets])) or _written(name, args, kwargs)
+    written = list(tensors_in([kwargs[key] for key in targets])) or written_tensors(name, args, kwargs)
     plain = [x for x in written if not isinstance(x, DistTensor)]
     meshes = {t._spec.mesh for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)} if plain else set()
     if not _are_stages(meshes):
@@ -175,7 +175,7 @@ def _are_stages(meshes: Collection[ProcessMesh]) -> bool:
 
 def _mesh_of_written(name: str, args: Arguments, kwargs: NamedArguments) -> ProcessMesh | None:
     """Return the mesh of the arguments that a function writes to; None if it writes to none."""
-    meshes = dict.fromkeys(x._spec.mesh for x in _written(name, args, kwargs) if isinstance(x, DistTensor))
+    meshes = dict.fromkeys(x._spec.mesh for x in written_tensors(name, args, kwargs) if isinstance(x, DistTensor))
     if len(meshes) > 1:
         raise _several_meshes(name, list(map(repr, meshes)))
     return next(iter(meshes), None)
@@ -190,7 +190,7 @@ def _several_meshes(name: str, found: Sequence[str]) -> MixedMeshError:
     )
 
 
-def _written(name: str, args: Arguments, kwargs: NamedArguments) -> list[Tensor]:
+def written_tensors(name: str, args: Arguments, kwargs: NamedArguments) -> list[Tensor]:
     """Return the tensors that a function of this name writes to, by its name, its options and its schema."""
     base = name.partition(".")[0]
     if base in _RENEWING:
@@ -217,14 +217,6 @@ def _written_places(name: str) -> tuple[tuple[int, str], ...]:
         if argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out
     }
     return tuple(found)
-
-
-def written_by(name: str, tensors: Sequence[DistTensor]) -> DistTensor | None:
-    """Return the tensor that a function of this name writes to; None if it writes to none."""
-    base = name.partition(".")[0]
-    if base in _RENEWING:
-        return tensors[1]
-    return tensors[0] if _is_in_place(base) else None
 
 
 def _is_in_place(base: str) -> bool:

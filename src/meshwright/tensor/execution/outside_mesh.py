@@ -19,7 +19,7 @@ from ..capture.metadata_check import check_meta_result
 from ..capture.trial_calls import dtypes_given
 from ..conversion.local_parts import spec_of_whole
 from ..conversion.python_values import gather_everywhere
-from ..conversion.stage_order import stages_of, written_by
+from ..conversion.stage_order import stages_of, written_tensors
 from ..core.absent_tensor import Absent, link, make_absent
 from ..core.computation_numbers import note_drawing
 from ..core.dist_tensor import DistTensor
@@ -139,9 +139,10 @@ class _ResultOfStage(CallPlan):
         with torch.no_grad():
             values = {id(t): gather_everywhere(t.detach()) for t in tensors}
             with no_interception():
-                args, kwargs = map_tensors(lambda t: values.get(id(t), t), (args, kwargs or {}))
-                out = func(*args, **kwargs)
-        written = written_by(name_of(func), tensors)
+                whole_args, whole_kwargs = map_tensors(lambda t: values.get(id(t), t), (args, kwargs or {}))
+                out = func(*whole_args, **whole_kwargs)
+        found = written_tensors(name_of(func), args, kwargs or {})
+        written = next((x for x in found if isinstance(x, DistTensor)), None)
         if written is not None:
             link(written, tensors)
             return written if any(out is x for x in values.values()) else out
