@@ -43,7 +43,8 @@ from ..planning.call_plan import (
 from ..planning.decision_record import CallRecord, note, recording
 from ..planning.result_checks import ResultRequirements
 from ..torch_hooks import Operator, OperatorPacket, shares_storage
-from ..views.dist_view import check_writable, run_whole
+from ..views.dist_view import run_whole
+from ..views.view_checks import check_writable
 from .captured_call import CapturedCall, capture_call, plan_captured, result_specs
 from .foreach_functions import plan_lists
 from .outside_mesh import SharedResult

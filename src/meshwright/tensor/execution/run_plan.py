@@ -36,7 +36,8 @@ from ..torch_hooks import (
     view_replay,
     written_arguments,
 )
-from ..views.dist_view import break_view, check_own_elements, run_whole
+from ..views.dist_view import break_view, run_whole
+from ..views.view_checks import check_own_elements
 from .few_row_products import linear, products_are_fast
 
 _NOTHING: dict[str, TorchValue] = {}

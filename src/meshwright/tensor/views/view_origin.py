@@ -10,6 +10,7 @@ from torch import Tensor
 
 from meshwright.layout import Spec, TorchValue
 
+from .._errors import OperationError
 from .._torch_call import Arguments, NamedArguments, TorchFunction
 from ..conversion.convert import convert_local
 from ..conversion.local_parts import spec_of
@@ -125,3 +126,14 @@ def one_element_stand_in(t: Tensor, device: str | None = None) -> Tensor:
     shape = t._spec.shape if isinstance(t, DistTensor) else t.shape
     with no_interception():
         return torch.zeros((), dtype=t.dtype, device=device or t.device).expand(shape)
+
+
+def several_views_error(source: ViewOrigin, found: str) -> OperationError:
+    """Return the error for a write to one of several views that a call made, or to their base."""
+    name = getattr(source.func, "__name__", str(source.func))
+    return OperationError(
+        found,
+        f"one of several views that {name} made of {source.base._spec!r}",
+        "autograd forbids in-place writes to one of several views that one call made, and to their base",
+        f"use x.narrow or x.select in place of {name}, or write under torch.no_grad() before calling {name}",
+    )
