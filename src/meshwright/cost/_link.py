@@ -135,7 +135,7 @@ LINKS: Mapping[str, Link] = {
         _network("RoCE-400", 400),
         Link("EFA-400", 50 * GIGA, 75 * MICRO, reach=0.74, source="ml-engineering"),
         _network("Ethernet-100", 100),
-        Link("Gloo on one host", 1.5 * GIGA, 0.0, start=250 * MICRO, reach=1.0, source="benchmarks/all_reduce.py"),
+        Link("Gloo on one host", 0.7 * GIGA, 0.0, start=800 * MICRO, reach=1.0, source="benchmarks/all_reduce.py"),
         _network("Gaudi2 ports", 300),
         _network("Gaudi3 ports", 600),
         Link("memory of one host", 4.5 * GIGA, 0.0, start=35 * MICRO, reach=1.0, source="benchmarks/all_reduce.py"),

@@ -103,8 +103,7 @@ class Bucket(Pass):
 def break_even_bytes(device: str) -> int:
     """Return the number of bytes that are read and written in the start time of a collective, on a CPU or an H100.
 
-    On a CPU it is that of Gloo: a program does not know whether its ranks will share memory, and with shared memory a
-    larger row costs about one percent of a step.
+    On a CPU it is that of Gloo, because a program does not know whether its ranks will share memory.
     """
     kind, link = ("cpu core", "Gloo on one host") if device == "cpu" else ("H100", "NVLink4")
     found = link_of(link)
