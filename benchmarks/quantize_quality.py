@@ -26,7 +26,7 @@ from meshwright.quantize import NumberFormat, Scheme
 
 LENGTH, BATCH = 128, 8
 EVALUATED = 32
-"""Batches for evaluation: with 8, the perplexities of two roundings of 4 bits differ by chance by 0.1 %."""
+"""Batches for evaluation: with few of them, the perplexities of two roundings of 4 bits differ by chance."""
 HEAD = ("exit.head",)
 CALIBRATION, HELD_OUT = 100_000, 200_000
 """First samples for calibration and for evaluation; training uses the samples before."""

@@ -174,8 +174,10 @@ def test_recipes_are_those_of_models_with_experts_too_and_say_what_does_not_fit(
     found = nearest_recipes(model, plan, there)
     assert all(priced.plan.ep > 1 for _, priced in found)
     assert found[0][0].startswith("Mixtral")
-    told = account(model, plan, there).recipes
-    assert [("does not fit" in r.how) for r in told] == [r.nbytes > usable_memory(there) for r in told]
+    told = account(model, plan, there)
+    assert [("does not fit" in r.how) for r in told.recipes] == [r.nbytes > usable_memory(there) for r in told.recipes]
+    recipes = account_text(told).partition("known recipes")[2]
+    assert all(r.how in recipes for r in told.recipes)
 
 
 def test_a_small_model_on_many_ranks_is_told_of_fewer_ranks_and_of_its_host() -> None:
