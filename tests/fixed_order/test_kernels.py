@@ -18,9 +18,7 @@ from meshwright.fixed_order.kernels import padded, plain_product, plain_sum
 from meshwright.fixed_order.piece_products import longest_piece, product_of_blocks, product_of_pieces
 from meshwright.fixed_order.piece_sums import sum_kernel, sum_of_pieces
 
-needs_kernel = pytest.mark.skipif(
-    not longest_piece(), reason="no compiler, or vectors other than AVX2"
-)
+needs_kernel = pytest.mark.skipif(not longest_piece(), reason="no compiler, or vectors other than AVX2")
 VALUES = torch.tensor([0.0, -0.0, 1e-30, -1e30, torch.inf, -torch.inf, torch.nan])
 
 
