@@ -9,11 +9,11 @@ import pytest
 import torch
 from compressed_tensors.quantization.utils.fp4_utils import cast_to_fp4
 from compressed_tensors.quantization.utils.mxfp_utils import generate_mx_scales
-from torch import nn
+from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.quantize import QuantizeError, Scheme
-from meshwright.quantize._rounding import float4_codes, float4_scales, float4_values
+from meshwright.quantize._rounding import float4_codes, float4_powers, float4_scales, float4_values
 from meshwright.quantize._stored_weight import store, values_in
 
 from .models import MESHES, batches, differences, quantized_on, state_of
@@ -43,7 +43,21 @@ def test_the_numbers_are_those_of_compressed_tensors() -> None:
     assert torch.equal(float4_values(float4_codes(x)), cast_to_fp4(x.clone()).abs() * x.sign())
     largest = torch.rand(50, 4, generator=torch.Generator().manual_seed(0)) * 9
     theirs = 2.0 ** (generate_mx_scales(largest, num_bits=4).float() - 127)
-    assert torch.equal(float4_scales(largest, SCHEMES["mxfp4"].weights), theirs)
+    assert torch.equal(float4_powers(largest), theirs)
+
+
+def test_a_group_of_nvfp4_has_the_scale_with_the_smaller_error() -> None:
+    x = torch.randn(64, 4, 16, generator=torch.Generator().manual_seed(0))
+    largest = x.abs().amax(-1)
+    chosen = float4_scales(x, largest).unsqueeze(-1)
+
+    def error(scale: Tensor) -> Tensor:
+        return (float4_values(float4_codes(x / scale)) * scale - x).square().sum(-1)
+
+    rounded = [(largest / top).unsqueeze(-1) for top in (4.0, 6.0)]
+    near = (torch.minimum(*((chosen / scale - 1).abs() for scale in rounded)) < 1 / 16 + 1e-6).squeeze(-1)
+    assert near.all()  # a float8 scale is at most 1/16 off
+    assert error(chosen).sum() < 0.95 * min(error(scale).sum() for scale in rounded)
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4"])

@@ -159,14 +159,14 @@ class Calibration:
         found: dict[str, Tensor] = {}
         for group in self._groups(layers, seen):
             weight = self.layers[group[0]].weight
-            largest = self._largest(group, seen, weight.device).amax()
+            largest = self._extremes(group, seen, weight.device).amax()
             found |= dict.fromkeys(group, scale_for(largest, numbers, weight.dtype))
         return found
 
-    def _largest(self, group: Group, seen: Observed, device: torch.device) -> Tensor:
-        """Return the largest magnitude of each input feature over the batches of all ranks."""
-        none = torch.zeros(self._features(group), device=device)
-        return self.ranks.largest(seen.largest.get(group, none))
+    def _extremes(self, group: Group, seen: Observed, device: torch.device) -> Tensor:
+        """Return the largest x and the largest -x of each input feature [2, k] over the batches of all ranks."""
+        none = torch.full((2, self._features(group)), -torch.inf, device=device)
+        return self.ranks.largest(seen.extremes.get(group, none))
 
     def _features(self, group: Group) -> int:
         return self.layers[group[0]].in_features
@@ -262,8 +262,8 @@ class Calibration:
         """Return the factors of a group by the method; None if AWQ finds no better ones than 1."""
         weights = [state[_weight_of(name)] for name in names]
         if self.scheme.method == "smoothquant":
-            largest = self._largest(group, seen, weights[0].device)
-            return smoothquant_factors(weights, largest, self.scheme.smoothing)
+            ranges = self._extremes(group, seen, weights[0].device).sum(0)
+            return smoothquant_factors(weights, ranges, self.scheme.smoothing)
         k, numbers = self._features(group), self.scheme.weights
         (owner,) = self.ranks.owners([float(k)])
         total = self.ranks.broadcast(self._total(seen, group, owner, weights[0], 1), (k,), weights[0], owner)

@@ -25,12 +25,12 @@ Pieces = Sequence[tuple[int, Iterable[int]]]
 class Observed:
     """The inputs of the layers of a stage on this rank.
 
-    `sums` has xᵀx by group, or the sums of magnitudes, `largest` the largest magnitude of each input feature, and
-    `producers` the norm whose result is the input. `outputs` has the results of the stage by batch.
+    `sums` has xᵀx by group, or the sums of magnitudes. `extremes` has the largest x and the largest -x of each input
+    feature [2, k], and `producers` the norm whose result is the input. `outputs` has the results of the stage by batch.
     """
 
     sums: dict[Group, TreeSum] = field(default_factory=dict[Group, TreeSum])
-    largest: dict[Group, Tensor] = field(default_factory=dict[Group, Tensor])
+    extremes: dict[Group, Tensor] = field(default_factory=dict[Group, Tensor])
     producers: dict[Group, str] = field(default_factory=dict[Group, str])
     outputs: dict[int, TorchValue] = field(default_factory=dict[int, TorchValue])
 
@@ -109,9 +109,9 @@ def _add_inputs(
     for key, (x, names) in inputs.items():
         rows = x.flatten(0, -2).float()
         group = tuple(dict.fromkeys(names))
-        added, largest = summed(rows), rows.abs().amax(0)
+        added, found = summed(rows), torch.stack((rows.amax(0), -rows.amin(0)))
         sums[group] = sums[group] + added if group in sums else added
-        seen.largest[group] = torch.maximum(seen.largest[group], largest) if group in seen.largest else largest
+        seen.extremes[group] = torch.maximum(seen.extremes[group], found) if group in seen.extremes else found
         if key in norms:
             seen.producers[group] = norms[key][1]
 

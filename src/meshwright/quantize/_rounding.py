@@ -64,7 +64,8 @@ def scales_of(x: Tensor, numbers: NumberFormat, dtype: torch.dtype | None = None
     values = _shared(x.float(), numbers)
     low, high = _bounds(values, numbers)
     if numbers.is_float4:
-        return float4_scales(torch.maximum(high, -low), numbers), None
+        largest = torch.maximum(high, -low)
+        return float4_powers(largest) if numbers.strategy == "group" else float4_scales(values, largest), None
     if numbers.symmetric:
         scale, zero = torch.maximum(high, -low) / _half_range(numbers), None
     else:
@@ -85,18 +86,41 @@ def _half_range(numbers: NumberFormat) -> float:
     return 1.0 if numbers.type == "nf" else ((1 << numbers.num_bits) - 1) / 2
 
 
-def float4_scales(largest: Tensor, numbers: NumberFormat) -> Tensor:
-    """Return the float32 scales of groups [n, g] with these largest magnitudes.
+def float4_powers(largest: Tensor) -> Tensor:
+    """Return the scales of mxfp4 for groups [n, g] with these largest magnitudes.
 
-    Scales of mxfp4 are powers of two with which at most 7, which is rounded to 6, is reached. Those of nvfp4 are float8
-    numbers over a power of two, `float4_divisor`, which depends on all groups.
+    They are the powers of two with which at most 7, which is rounded to 6, is reached.
     """
-    if numbers.strategy == "group":
-        return (power_of_two(largest * (8 / 7)) / 4).clamp(min=SMALLEST_POWER)
-    wanted = largest / FLOAT4_LARGEST
-    divisor = float4_divisor(wanted)
-    scale = (wanted * divisor).to(FLOAT8).float()
-    return torch.where(scale == 0, FLOAT8_SMALLEST, scale) / divisor
+    return (power_of_two(largest * (8 / 7)) / 4).clamp(min=SMALLEST_POWER)
+
+
+def float4_scales(values: Tensor, largest: Tensor) -> Tensor:
+    """Return the float32 scales of nvfp4 for groups [n, g, 16] with these largest magnitudes [n, g].
+
+    They are float8 numbers over a power of two, `float4_divisor`, which depends on all groups. The largest magnitude of
+    a group becomes 6 or 4, with the smaller squared error: there is no number between 4 and 6 (Cook et al. 2025, Four
+    Over Six).
+    """
+    divisor = float4_divisor(largest / 4)
+    to_six, to_four = (_as_float8(largest / top * divisor) / divisor for top in (FLOAT4_LARGEST, 4.0))
+    is_six = _float4_errors(values, to_six) <= _float4_errors(values, to_four)
+    return torch.where(is_six, to_six, to_four)
+
+
+def _as_float8(scale: Tensor) -> Tensor:
+    """Return the nearest positive float8 numbers, in float32."""
+    found = scale.to(FLOAT8).float()
+    return torch.where(found == 0, FLOAT8_SMALLEST, found)
+
+
+def _float4_errors(values: Tensor, scale: Tensor) -> Tensor:
+    """Return the squared rounding error of each group; halves are added, so the order does not depend on the layout."""
+    ratio = values / scale.unsqueeze(-1)
+    error = ((float4_values(float4_codes(ratio)) - ratio) * scale.unsqueeze(-1)).square()
+    while error.shape[-1] > 1:
+        half = error.shape[-1] // 2
+        error = error[..., :half] + error[..., half:]
+    return error.squeeze(-1)
 
 
 def float4_divisor(scale: Tensor) -> Tensor:

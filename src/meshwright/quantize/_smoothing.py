@@ -70,8 +70,12 @@ def _relative_means(weights: Sequence[Tensor], numbers: NumberFormat) -> Tensor:
     return (total / sum(len(weight) for weight in weights)).float()
 
 
-def smoothquant_factors(weights: Sequence[Tensor], largest: Tensor, strength: float) -> Tensor:
-    """Return max |x|^strength / max |w|^(1 - strength) for each feature."""
-    columns = torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0)
-    factors = largest.clamp(min=SMALLEST).pow(strength) / columns.clamp(min=SMALLEST).pow(1 - strength)
+def smoothquant_factors(weights: Sequence[Tensor], ranges: Tensor, strength: float) -> Tensor:
+    """Return (max x - min x)^strength / (2 max |w|)^(1 - strength) for each feature, given the ranges max x - min x.
+
+    The ranges of inputs are those of llm-compressor. For features that are symmetric about zero they are twice the
+    largest magnitudes of the paper.
+    """
+    columns = 2 * torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0)
+    factors = ranges.clamp(min=SMALLEST).pow(strength) / columns.clamp(min=SMALLEST).pow(1 - strength)
     return factors.clamp(min=SMALLEST)

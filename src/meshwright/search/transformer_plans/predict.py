@@ -51,8 +51,11 @@ def predict(
     cluster: Cluster,
     software: Software = MESHWRIGHT,
     habits: Habits | None = None,
+    pipeline: Numbers | None = None,
 ) -> Prediction:
     """Return the predicted seconds of a step under a plan, or under each of many.
+
+    `pipeline` is the seconds of all microbatches through all stages, if they are known from a table.
 
     >>> from meshwright.cost import cluster_of
     >>> llama = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
@@ -64,9 +67,14 @@ def predict(
         SearchError: the bubble of the schedule is not known, or it has another number of chunks; the precision is
             unknown, or slower than 16 bits on the device.
     """
+    check_priced(plan, cluster)
+    return StepTime(model, plan, cluster, software, habits or Habits(), pipeline).prediction()
+
+
+def check_priced(plan: Degrees, cluster: Cluster) -> None:
+    """Raise SearchError if a plan has no price: its bubble is not known, or its precision is not that of the device."""
     check_chunks(plan.schedule, plan.chunks)
     check_precision(plan.precision, cluster.device)
-    return StepTime(model, plan, cluster, software, habits or Habits()).prediction()
 
 
 @dataclass(frozen=True)
@@ -126,6 +134,8 @@ class StepTime:
     cluster: Cluster
     software: Software
     habits: Habits
+    simulated: Numbers | None = None
+    """Seconds of the pipeline by its table, instead of its closed form."""
 
     @cached_property
     def kernels(self) -> KernelTimes:
@@ -184,6 +194,8 @@ class StepTime:
     @cached_property
     def pipeline(self) -> Numbers:
         """Seconds of all microbatches through all stages."""
+        if self.simulated is not None:
+            return self.simulated
         p, m, s, model = self.plan.pp, microbatches(self.plan), self.stages(), self.model
         whole = s.of(*model.layer_counts, True, True)
         ranks = [s.of(*own[1:]) for own in different_ranks(model, self.plan)]
@@ -310,9 +322,10 @@ class StepTime:
         """Return the seconds of a collective over replicas that nothing hides.
 
         Only the pass of one microbatch can hide it, which takes `beside` seconds. With several chunks on a rank, the
-        pass takes as long as those of all ranks, because a chunk waits for other ranks.
+        pass takes as long as those of all ranks, because a chunk waits for other ranks. All reductions of a step
+        together have the whole pipeline to hide in, and not more.
         """
-        several = np.minimum(self.plan.pp, microbatches(self.plan))
+        several = np.minimum(self.plan.pp, microbatches(self.plan) / self.reductions)
         passes = np.where(np.asarray(self.plan.chunks) > 1, several, 1.0)
         return np.maximum(seconds * self.software.exposed, seconds - beside * passes)
 

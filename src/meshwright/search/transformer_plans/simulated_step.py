@@ -12,7 +12,7 @@ from meshwright.pipeline import Schedule, Times, schedule_by_name, simulate_sche
 from ..plan_data.plan import Plan
 from .degrees import microbatches
 from .layer_shares import part_kinds
-from .predict import StageSeconds, predict, stages_of
+from .predict import StageSeconds, check_priced, predict, stages_of
 from .schedule_facts import FLUSH, facts_of
 from .sizes import Transformer
 from .software import MESHWRIGHT, Software
@@ -40,17 +40,24 @@ def simulate_step(
         SearchError: as `predict`.
         ScheduleError: the schedule has no table for the plan's ranks and microbatches.
     """
-    told = predict(model, plan, cluster, software, habits)
+    check_priced(plan, cluster)
+    spent = _simulated_pipeline(model, plan, cluster, software, habits)
+    return float(predict(model, plan, cluster, software, habits, spent).seconds)
+
+
+def _simulated_pipeline(
+    model: Transformer, plan: Plan, cluster: Cluster, software: Software, habits: Habits | None
+) -> float | None:
+    """Return the seconds of all microbatches by the tables that are simulated; None if there are none."""
     counts = _simulated_counts(plan)
     if not counts:
-        return float(told.seconds)
+        return None
     times = times_of(model, stages_of(model, plan, cluster, software, habits), plan)
     spent = [simulate_schedule(_table(plan.schedule, plan.pp, n, plan.chunks), times).makespan for n in counts]
-    others = sum(float(s) for name, s in told.parts.items() if name != "microbatches")
     if len(counts) == 1:
-        return spent[0] + others
+        return spent[0]
     each = (spent[1] - spent[0]) / (counts[1] - counts[0])
-    return spent[1] + (int(microbatches(plan)) - counts[1]) * each + others
+    return spent[1] + (int(microbatches(plan)) - counts[1]) * each
 
 
 def _simulated_counts(plan: Plan) -> tuple[int, ...]:
