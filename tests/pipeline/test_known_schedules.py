@@ -137,6 +137,14 @@ def test_memory_in_bytes() -> None:
     assert peaks(schedule_by_name("ZB-H1").make(2, 4), memory) == (100.0 + 20.0, 200.0 + 14.0)
 
 
+@pytest.mark.parametrize(("p", "m", "units"), [(4, 16, 101), (6, 12, 83), (8, 16, 113)])
+def test_v_half_in_half_of_the_memory(p: int, m: int, units: int) -> None:
+    """At p = 8 and m = 16 the best known table takes 56.5 times a pass of a stage, which is two units here."""
+    table = schedule_by_name("V-Half").build(p, m, 2)
+    assert simulate_schedule(table, Times()).makespan == units
+    assert max(peaks(table)) == p + 2  # of 2p units of 1F1B
+
+
 def test_zero_bubble_with_random_times() -> None:
     rng = random.Random(3)
     for _ in range(300):

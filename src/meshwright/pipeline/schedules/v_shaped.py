@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 
 from .._errors import ScheduleError
 from ..simulation.compaction import compacted
-from ..simulation.list_scheduling import list_schedule
+from ..simulation.list_scheduling import ActionOrder, list_schedule
 from ..simulation.simulator import Times, simulate_schedule
 from ..table.action import Action, ActionKind
 from ..table.peak_memory import ChunkMemory, peaks
@@ -35,13 +36,14 @@ def v_min(ranks: int, microbatches: int, times: Times | None = None) -> Schedule
 
 
 def v_half(ranks: int, microbatches: int, times: Times | None = None) -> Schedule:
-    """About half of the activations of 1F1B."""
+    """About half of the activations of 1F1B; list schedules in the memory of the block are shorter than its table."""
     wait = 3 if ranks % 2 == 0 else 0
 
     def block(r: int) -> Block:
         return 2 * r, 3 * ranks - 2 - r, 3 * ranks - 1 + wait + 2 * r, 6 * ranks - 2 + wait - r
 
-    return _from_block("V-Half", ranks, microbatches, block, times)
+    table = _from_block("V-Half", ranks, microbatches, block, times)
+    return _best([table, *_with_few_alive(table, times)], times)
 
 
 def zb_v(ranks: int, microbatches: int, times: Times | None = None) -> Schedule:
@@ -128,6 +130,36 @@ def _from_block(
 _F0, _F1, _B0, _B1 = ((kind, way) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT) for way in (0, 1))
 _RULES = ((_B0, _F1, _B1, _F0), (_B0, _F1, _F0, _B1), (_F1, _F0, _B1, _B0))
 """The orders, of all 24, that find the shortest schedules."""
+_ALIVE = ((0.0, 0.25), (0.0, 0.3), (0.0, 0.4), (1.0, 0.25), (1.0, 0.4))
+"""Numbers (a, b): the first chunk of rank r holds at most p + a - b r microbatches."""
+_TRIED = 3
+"""Number of list schedules of a long pipeline; a short one decides which."""
+
+
+def _with_few_alive(table: Schedule, times: Times | None) -> list[Schedule]:
+    """Return list schedules in the memory of a table of V-Half, whose first chunks hold few microbatches.
+
+    Without the limit, forwards of the first chunk start early, and the memory that they take is missing for the second
+    one. In the block, the activations of the first chunk of rank r live for about p - r / 2 periods. Limits and rules
+    that make a short table of 2p microbatches short are used for a long one.
+    """
+    ranks, most = len(table.rows), max(peaks(table))
+    found = [(rule, [max(1.0, ranks + a - b * r) for r in range(ranks)]) for rule in _RULES for a, b in _ALIVE]
+
+    def made(microbatches: int, rule: ActionOrder, alive: list[float]) -> Schedule | None:
+        with suppress(ScheduleError):
+            return list_schedule(
+                table.name, table.ways[0], microbatches, rule, times or Times(), ChunkMemory(), (most,) * ranks, alive
+            )
+        return None
+
+    def short_cost(each: tuple[ActionOrder, list[float]]) -> tuple[float, float]:
+        short = made(2 * ranks, *each)
+        return (inf, inf) if short is None else _cost(short, times)
+
+    if table.microbatches > 2 * ranks:
+        found = sorted(found, key=short_cost)[:_TRIED]
+    return [schedule for each in found if (schedule := made(table.microbatches, *each)) is not None]
 
 
 def _best(found: list[Schedule], times: Times | None) -> Schedule:

@@ -22,27 +22,36 @@ def list_schedule(
     times: Times,
     memory: ChunkMemory,
     limits: Sequence[float],
+    most: Sequence[float] = (),
 ) -> Schedule:
     """Return the schedule in which every rank starts the earliest possible action, ties broken by `rule`.
 
     A forward leaves enough memory for one forward of each later chunk of its rank, so that microbatches in flight can
-    continue.
+    continue. Chunk c holds the activations of at most `most[c]` microbatches; later chunks have no such limit.
 
     Raises:
         ScheduleError: the memory is too small for that.
     """
-    return _Table(name, way, microbatches, rule, times, memory, limits).filled()
+    return _Table(name, way, microbatches, rule, times, memory, limits, most).filled()
 
 
 class _Table:
     """The rows while they are filled."""
 
     def __init__(
-        self, name: str, way: Way, m: int, rule: ActionOrder, times: Times, memory: ChunkMemory, limits: Sequence[float]
+        self,
+        name: str,
+        way: Way,
+        m: int,
+        rule: ActionOrder,
+        times: Times,
+        memory: ChunkMemory,
+        limits: Sequence[float],
+        most: Sequence[float],
     ) -> None:
         self.ranks = max(way) + 1
         self.shape = Schedule(name, (way,), m, ((),) * self.ranks)
-        self.memory, self.limits, self.m = memory, limits, m
+        self.memory, self.limits, self.most, self.m = memory, limits, most, m
         self.clock = Clock(self.shape, times)
         self.own = [chunks_on(way, r) for r in range(self.ranks)]
         self.urgency = {pair: n for n, pair in enumerate(rule)}
@@ -109,7 +118,11 @@ class _Table:
 
     def _fits(self, rank: int, kind: ActionKind, chunk: int) -> bool:
         """True if the rank has memory for an action; only forwards take memory."""
-        return kind is not ActionKind.FORWARD or self.held[rank] + self.needed_bytes[chunk] <= self.limits[rank]
+        if kind is not ActionKind.FORWARD:
+            return True
+        alive = self.done[kind, chunk] - self.done[ActionKind.BACKWARD_WEIGHT, chunk]
+        is_full = chunk < len(self.most) and alive + 1 > self.most[chunk]
+        return not is_full and self.held[rank] + self.needed_bytes[chunk] <= self.limits[rank]
 
 
 _ORDER = (ActionKind.BACKWARD_INPUT, ActionKind.FORWARD, ActionKind.BACKWARD_WEIGHT)
