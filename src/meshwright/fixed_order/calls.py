@@ -82,7 +82,7 @@ def spread_operands(name: str, args: TorchValue, kwargs: TorchValue) -> tuple[To
 
 def _shape_with_sums(tensors: Sequence[Tensor]) -> torch.Size | None:
     """Return the shape to which the operands broadcast; None if no gradient is a sum."""
-    if len(tensors) < 2 or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or all(x.shape == tensors[0].shape for x in tensors):
         return None
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))
     return shape if any(x.requires_grad and x.shape != shape for x in tensors) else None
@@ -90,7 +90,8 @@ def _shape_with_sums(tensors: Sequence[Tensor]) -> torch.Size | None:
 
 def check_exact(name: str, args: TorchValue, kwargs: TorchValue) -> None:
     """Raise SameNumbersError for arguments with which a known function has a sum, or rounds in several ways."""
-    if not all(map(_is_full_precision, leaves_in((args, kwargs.get("other", ()))))) and kwargs.get("alpha", 1) != 1:
+    has_alpha = kwargs.get("alpha", 1) != 1
+    if has_alpha and not all(map(_is_full_precision, leaves_in((args, kwargs.get("other", ()))))):
         raise refusal(f"{name} with alpha, of a number or in half precision", "kernels round it in several ways")
     if name == "cumsum" and any(isinstance(x, DistTensor) or x.requires_grad for x in _floats(args)):
         raise refusal("cumsum of a distributed tensor, or with a gradient", "it is a sum without a fixed order")

@@ -107,12 +107,17 @@ class Spread(_OnWholeTensors):
         return summed_to(grads[0], ctx.shape), None
 
 
+def _sigmoid(x: Tensor) -> Tensor:
+    """Return the sigmoid, in the memory of one tensor: new memory of a large tensor takes longer than its elements."""
+    return (-x).exp_().add_(1).reciprocal_()
+
+
 class Sigmoid(_OnWholeTensors):
     """The sigmoid of float32; its own derivative takes fewer operators than those of its operators."""
 
     @staticmethod
     def forward(ctx: TorchValue, x: Tensor) -> Tensor:
-        out = 1 / (1 + (-x).exp())
+        out = _sigmoid(x)
         ctx.save_for_backward(out)
         return out
 
@@ -127,7 +132,7 @@ class Silu(_OnWholeTensors):
 
     @staticmethod
     def forward(ctx: TorchValue, x: Tensor) -> Tensor:
-        sigmoid = 1 / (1 + (-x).exp())
+        sigmoid = _sigmoid(x)
         ctx.save_for_backward(x, sigmoid)
         return x * sigmoid
 

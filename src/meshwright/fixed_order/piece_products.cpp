@@ -20,7 +20,7 @@ constexpr int LANES = 8, ROWS = 6;  // 12 sums, 2 vectors and one number are 15 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 constexpr int64_t WIDTH = 2 * LANES;
 constexpr int LEVELS = 40;    // a tree of more levels has more pieces than memory has bytes
-constexpr int64_t FEW = 128;  // rows up to which the rows are in the vectors, so that w is not copied
+constexpr int64_t FEW = 8, MANY = 128;  // between them, and for a longer w, rows are in the vectors: w is not copied
 
 // Written out, because compilers fuse a product and a sum in some loops and not in others, which rounds differently
 #ifdef __AVX512F__
@@ -198,7 +198,7 @@ extern "C" void piece_products(const float* x, const float* w, float* out, const
     for (int64_t j = 0; j < leading[1]; ++j, out += m * n) {
       const Matrix left{x + i * of_x[0] + j * of_x[1], m, of_x[2], of_x[3]};
       const Matrix right{w + i * of_w[0] + j * of_w[1], n, of_w[3], of_w[2]};
-      if (m <= FEW && of_w[3] != 1)
+      if (FEW <= m && m <= MANY && 2 * m < n && of_w[3] != 1)
         product(right, left, split, {out, 1, n});
       else
         product(left, right, split, {out, n, 1});
