@@ -66,6 +66,8 @@ def spread_operands(name: str, args: TorchValue, kwargs: TorchValue) -> tuple[To
 
     Raises SameNumbersError for a call that writes to such an operand, or to a tensor beside it.
     """
+    if not torch.is_grad_enabled():
+        return args, kwargs
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     shape = _shape_with_sums(tensors)
     if shape is None:
@@ -82,7 +84,7 @@ def spread_operands(name: str, args: TorchValue, kwargs: TorchValue) -> tuple[To
 
 def _shape_with_sums(tensors: Sequence[Tensor]) -> torch.Size | None:
     """Return the shape to which the operands broadcast; None if no gradient is a sum."""
-    if not torch.is_grad_enabled() or all(x.shape == tensors[0].shape for x in tensors):
+    if all([x.shape == tensors[0].shape for x in tensors]):
         return None
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))
     return shape if any(x.requires_grad and x.shape != shape for x in tensors) else None
@@ -97,8 +99,8 @@ def check_exact(name: str, args: TorchValue, kwargs: TorchValue) -> None:
         raise refusal("cumsum of a distributed tensor, or with a gradient", "it is a sum without a fixed order")
     if kwargs.get("create_graph"):
         raise refusal(f"{name} with create_graph", "gradients of gradients have no fixed order yet")
-    check = GRADIENTS.get(name)
-    if check is None or not torch.is_grad_enabled():
+    check = GRADIENTS.get(name) if torch.is_grad_enabled() else None
+    if check is None:
         return
     does_sum, why = check
     if does_sum(*args, **kwargs):

@@ -11,6 +11,8 @@ namespace {
 
 constexpr int LEVELS = 40;  // a tree of more levels has more pieces than memory has bytes
 constexpr int64_t COLUMNS = 64;
+constexpr int64_t FEW = 8;    // rows side by side: the lines of more may not be in the first cache together
+constexpr int64_t LONG = 48;  // elements of a piece from which vectors along a row are faster
 
 struct Rows {
   const float* data;
@@ -82,13 +84,20 @@ void total(Rows x, int64_t pieces, float* sums, float* out) {
 // out [outer, inner] = the sums of x [outer, n, inner] along n. `numbers` has the sizes of x, its strides, and the
 // number of pieces, which divides n. `out` is contiguous.
 extern "C" void piece_sums(const float* x, float* out, const int64_t* numbers) {
-  const int64_t outer = numbers[0], n = numbers[1], inner = numbers[2], pieces = numbers[6];
+  const int64_t n = numbers[1], pieces = numbers[6];
+  int64_t outer = numbers[0], inner = numbers[2], outer_stride = numbers[3], inner_stride = numbers[5];
+  const bool has_short_rows = inner == 1 && n / pieces < LONG;
+  const int64_t side = has_short_rows ? FEW : COLUMNS;
+  if (has_short_rows) {  // their sums are computed side by side
+    std::swap(outer, inner);
+    std::swap(outer_stride, inner_stride);
+  }
   thread_local std::vector<float> sums;
-  sums.resize(half_of(n / pieces) * std::min(inner, COLUMNS));
+  sums.resize(half_of(n / pieces) * std::min(inner, side));
   for (int64_t o = 0; o < outer; ++o)
-    for (int64_t first = 0; first < inner; first += COLUMNS) {
-      const int64_t columns = std::min(COLUMNS, inner - first);
-      const float* from = x + o * numbers[3] + first * numbers[5];
-      total({from, n, columns, numbers[4], numbers[5]}, pieces, sums.data(), out + o * inner + first);
+    for (int64_t first = 0; first < inner; first += side) {
+      const int64_t columns = std::min(side, inner - first);
+      const float* from = x + o * outer_stride + first * inner_stride;
+      total({from, n, columns, numbers[4], inner_stride}, pieces, sums.data(), out + o * inner + first);
     }
 }
