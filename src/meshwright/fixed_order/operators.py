@@ -18,6 +18,7 @@ from meshwright.tensor import DistTensor, redistribute
 from .kernels import accurate, pieces_of, tree
 from .piece_products import product_of_blocks, product_of_pieces, runs_kernels
 from .piece_sums import sum_of_pieces
+from .torch_hooks import plain_calls
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _LIBRARY.define("fixed_product(Tensor x, Tensor w, bool transposed, int pieces) -> Tensor")
@@ -32,21 +33,26 @@ def product(x: Tensor, w: Tensor, transposed: bool = False, pieces: int | None =
     """Return `x @ w` for a matrix `w`, or `x @ w.T` if it is transposed, without a gradient."""
     pieces = pieces_of(x.shape[-1]) if pieces is None else pieces
     if runs_kernels(x, w):
-        return _product(x, w, transposed, pieces)
+        with plain_calls():
+            return _product(x, w, transposed, pieces)
     x, w = _aligned(pieces, (x, x.dim() - 1), (w, int(transposed)))
     return _OPERATORS.fixed_product(x, w, transposed, pieces)
 
 
 def batched_product(x: Tensor, y: Tensor) -> Tensor:
     """Return `x @ y` for equal leading dims, without a gradient; the contraction is in blocks of 32."""
-    return product_of_blocks(x, y) if runs_kernels(x, y) else _OPERATORS.fixed_batched_product(x, y)
+    if runs_kernels(x, y):
+        with plain_calls():
+            return product_of_blocks(x, y)
+    return _OPERATORS.fixed_batched_product(x, y)
 
 
 def total(x: Tensor, dim: int, pieces: int | None = None) -> Tensor:
     """Return the sum of `x` along `dim` without a gradient. With one piece, zeros at the end do not change it."""
     pieces = pieces_of(x.shape[dim]) if pieces is None else pieces
     if runs_kernels(x):
-        return _whole_sum(x, dim, pieces)
+        with plain_calls():
+            return _whole_sum(x, dim, pieces)
     (x,) = _aligned(pieces, (x, dim))
     return _OPERATORS.fixed_sum(x, dim, pieces)
 
