@@ -124,7 +124,7 @@ class Sigmoid(_OnWholeTensors):
     @staticmethod
     def backward(ctx: TorchValue, *grads: Tensor) -> Tensor:
         (out,) = ctx.saved_tensors
-        return grads[0] * ((1 - out) * out)
+        return grads[0] * (1 - out).mul_(out)
 
 
 class Silu(_OnWholeTensors):
@@ -139,7 +139,7 @@ class Silu(_OnWholeTensors):
     @staticmethod
     def backward(ctx: TorchValue, *grads: Tensor) -> Tensor:
         x, sigmoid = ctx.saved_tensors
-        return grads[0] * (((1 - sigmoid) * x + 1) * sigmoid)
+        return grads[0] * (1 - sigmoid).mul_(x).add_(1).mul_(sigmoid)
 
 
 class Embedding(_OnWholeTensors):
