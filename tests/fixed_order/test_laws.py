@@ -222,6 +222,14 @@ def test_special_values_have_the_results_and_gradients_of_torch(name: str, dtype
         torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
+@pytest.mark.parametrize("call", [torch.sigmoid, torch.rsqrt])
+def test_functions_of_integers_return_floating_point(call: Call) -> None:
+    x = torch.tensor([1, 2, 30])
+    with mw.same_numbers():
+        found = call(x)
+    torch.testing.assert_close(found, call(x))
+
+
 def test_numbers_that_are_not_floating_point_have_no_mean() -> None:
     with mw.same_numbers(), pytest.raises(RuntimeError, match="dtype"):
         torch.ones(3, dtype=torch.long).mean()

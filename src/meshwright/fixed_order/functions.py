@@ -307,7 +307,13 @@ def expand(x: Tensor, *sizes: TorchValue, size: TorchValue = None, implicit: boo
 
 
 def sigmoid(input: Tensor) -> Tensor:
-    return Sigmoid.of(accurate(input)).to(input.dtype)
+    x = _floating(input)
+    return Sigmoid.of(accurate(x)).to(x.dtype)
+
+
+def _floating(x: Tensor) -> Tensor:
+    """Return `x` in floating point, as functions do that have no results in integers."""
+    return x if x.dtype.is_floating_point else x.to(torch.get_default_dtype())
 
 
 def _minus_magnitude(x: Tensor) -> Tensor:
@@ -345,7 +351,8 @@ def power(input: TorchValue, exponent: TorchValue) -> Tensor:
 
 
 def rsqrt(input: Tensor) -> Tensor:
-    return accurate(input).sqrt().reciprocal().to(input.dtype)
+    x = _floating(input)
+    return accurate(x).sqrt().reciprocal().to(x.dtype)
 
 
 def _check_product(name: str, x: Tensor) -> None:
