@@ -20,6 +20,7 @@ from meshwright.tensor import (
     in_capture,
     jit_tracing,
     modes_active,
+    modes_before_dispatch,
     native_kernel,
     parts_recorded,
     transforming,
@@ -81,9 +82,9 @@ def runs_kernels(*operands: Tensor) -> bool:
 
 def _is_seen() -> bool:
     """True if the operators of this thread are recorded or transformed."""
-    if in_capture() or parts_recorded() or modes_active() or transforming():
+    if in_capture() or parts_recorded() or modes_active() or modes_before_dispatch():
         return True
-    return jit_tracing() or torch.compiler.is_compiling()
+    return transforming() or jit_tracing() or torch.compiler.is_compiling()
 
 
 @cache
