@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
 from meshwright.fixed_order import piece_products, piece_sums
@@ -93,7 +95,7 @@ def test_products_in_blocks_have_the_bits_of_the_padded_form(
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 3),
-    st.integers(0, 45),
+    st.one_of(st.integers(0, 45), st.sampled_from([63, 64, 65, 128, 172, 256, 257])),
     st.sampled_from([1, 2, 3, 8]),
     st.lists(st.sampled_from([0, 1, 3, 70, 130]), max_size=2),
     st.lists(st.sampled_from([1, 2, 5]), max_size=2),
@@ -119,6 +121,45 @@ def test_the_kernel_is_used_for_sums_up_to_the_longest_piece(monkeypatch: pytest
     for size in sizes:
         product_of_pieces(torch.ones(3, 2 * size), torch.ones(2 * size, 5), 2)
     assert calls == list(sizes[:2])
+
+
+class Seen(TorchDispatchMode):
+    """A mode that notes the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_torch_see_operators_that_skip_the_dispatcher_without_them() -> None:
+    x, w = torch.randn(2, 5, 48), torch.randn(24, 48)
+    with mw.same_numbers():
+        wanted = F.linear(x, w).sum(1) @ w
+        with Seen() as seen:
+            found = F.linear(x, w).sum(1) @ w
+    assert torch.equal(found, wanted)
+    assert {name.split(".")[1] for name in seen.names if "fixed" in name} == {"fixed_product", "fixed_sum"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace_and_a_compiled_function_hold_the_operators() -> None:
+    def call(x: Tensor) -> Tensor:
+        return F.linear(x, w).sum(1) @ w
+
+    x, w = torch.randn(2, 5, 48), torch.randn(24, 48)
+    ways: list[Any] = [
+        lambda: torch.jit.trace(call, (x,), check_trace=False),
+        lambda: torch.compile(call, backend="eager"),
+    ]
+    for way in ways:
+        with mw.same_numbers():
+            made = way()
+            made(x)
+            assert torch.equal(made(-x), call(-x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -144,6 +144,19 @@ def test_a_decode_step_has_the_bits_of_the_whole_pass() -> None:
         assert torch.equal(F.scaled_dot_product_attention(q[1, 2], k[1, 1], v[1, 1], is_causal=True), whole[1, 2])
 
 
+def test_a_row_that_attends_to_nothing_is_zero_and_numbers_that_are_none_stay() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 8, requires_grad=True) for _ in range(3))
+    mask = torch.tensor([[True, False, True], [False, False, False], [True, True, True]])
+    with mw.same_numbers():
+        out = F.scaled_dot_product_attention(q, k, v, mask)
+        out.sum().backward()
+        lost = F.scaled_dot_product_attention(q.detach() * torch.nan, k.detach(), v.detach(), mask)
+    assert not out[:, 1].any()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
+    assert lost[:, 2].isnan().all()
+
+
 def parameters_after_training(mesh: mw.ProcessMesh | None, batch: list[mw.Placement], cuts: list[Any]) -> list[Tensor]:
     """Return the parameters after steps of AdamW with clipping and dropout; `cuts` are the placements of weights."""
     torch.manual_seed(0)
@@ -207,6 +220,14 @@ def test_special_values_have_the_results_and_gradients_of_torch(name: str, dtype
         found.append([out.detach(), gradient])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@pytest.mark.parametrize("call", [torch.sigmoid, torch.rsqrt])
+def test_functions_of_integers_return_floating_point(call: Call) -> None:
+    x = torch.tensor([1, 2, 30])
+    with mw.same_numbers():
+        found = call(x)
+    torch.testing.assert_close(found, call(x))
 
 
 def test_numbers_that_are_not_floating_point_have_no_mean() -> None:

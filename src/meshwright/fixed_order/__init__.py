@@ -12,6 +12,7 @@ In reading order:
     functions      replacements of torch's functions by such functions
     calls          functions that need no replacement, and gradients of operands that broadcast
     same_numbers   the context in which the replacements are used
+    torch_hooks    the private names of torch
     _errors        the errors of the package
 """
 

@@ -33,7 +33,8 @@ EXACT = frozenset(
     """
     neg abs sign exp log log1p sqrt sin cos tanh erf relu square reciprocal floor ceil round trunc to float double half
     bfloat16 long short type type_as contiguous clone detach detach_ isnan isinf isfinite isneginf isposinf nan_to_num
-    nextafter sqrt_ neg_ exp_ zero_ logical_and logical_or logical_not amax amin argmax argmin any all topk sort argsort
+    nextafter sqrt_ neg_ exp_ reciprocal_ zero_
+    logical_and logical_or logical_not amax amin argmax argmin any all topk sort argsort
     isin equal allclose isclose eq ne lt le gt ge view reshape flatten unflatten permute transpose t unsqueeze squeeze
     select narrow split chunk unbind cat concat concatenate stack hstack vstack roll flip tril triu diagonal movedim
     swapaxes swapdims view_as reshape_as pad cumsum gather index_select take_along_dim repeat_interleave repeat tile
@@ -66,6 +67,8 @@ def spread_operands(name: str, args: TorchValue, kwargs: TorchValue) -> tuple[To
 
     Raises SameNumbersError for a call that writes to such an operand, or to a tensor beside it.
     """
+    if not torch.is_grad_enabled():
+        return args, kwargs
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     shape = _shape_with_sums(tensors)
     if shape is None:
@@ -82,7 +85,7 @@ def spread_operands(name: str, args: TorchValue, kwargs: TorchValue) -> tuple[To
 
 def _shape_with_sums(tensors: Sequence[Tensor]) -> torch.Size | None:
     """Return the shape to which the operands broadcast; None if no gradient is a sum."""
-    if len(tensors) < 2 or not torch.is_grad_enabled():
+    if all(x.shape == tensors[0].shape for x in tensors):
         return None
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))
     return shape if any(x.requires_grad and x.shape != shape for x in tensors) else None
@@ -90,18 +93,23 @@ def _shape_with_sums(tensors: Sequence[Tensor]) -> torch.Size | None:
 
 def check_exact(name: str, args: TorchValue, kwargs: TorchValue) -> None:
     """Raise SameNumbersError for arguments with which a known function has a sum, or rounds in several ways."""
-    if not all(map(_is_full_precision, leaves_in((args, kwargs.get("other", ()))))) and kwargs.get("alpha", 1) != 1:
+    if "alpha" in kwargs and not _is_alpha_exact(args, kwargs):
         raise refusal(f"{name} with alpha, of a number or in half precision", "kernels round it in several ways")
     if name == "cumsum" and any(isinstance(x, DistTensor) or x.requires_grad for x in _floats(args)):
         raise refusal("cumsum of a distributed tensor, or with a gradient", "it is a sum without a fixed order")
     if kwargs.get("create_graph"):
         raise refusal(f"{name} with create_graph", "gradients of gradients have no fixed order yet")
-    check = GRADIENTS.get(name)
-    if check is None or not torch.is_grad_enabled():
+    check = GRADIENTS.get(name) if torch.is_grad_enabled() else None
+    if check is None:
         return
     does_sum, why = check
     if does_sum(*args, **kwargs):
         raise refusal(name, why)
+
+
+def _is_alpha_exact(args: TorchValue, kwargs: TorchValue) -> bool:
+    """True if kernels round a sum with this `alpha` in one way. A symbol of a recording must not be compared."""
+    return all(map(_is_full_precision, leaves_in((args, kwargs.get("other", ()))))) or kwargs["alpha"] == 1
 
 
 def _repeats(input: TorchValue, *index: TorchValue, **named: TorchValue) -> bool:

@@ -107,19 +107,24 @@ class Spread(_OnWholeTensors):
         return summed_to(grads[0], ctx.shape), None
 
 
+def _sigmoid(x: Tensor) -> Tensor:
+    """Return the sigmoid, in the memory of one tensor: new memory of a large tensor takes longer than its elements."""
+    return (-x).exp_().add_(1).reciprocal_()
+
+
 class Sigmoid(_OnWholeTensors):
     """The sigmoid of float32; its own derivative takes fewer operators than those of its operators."""
 
     @staticmethod
     def forward(ctx: TorchValue, x: Tensor) -> Tensor:
-        out = 1 / (1 + (-x).exp())
+        out = _sigmoid(x)
         ctx.save_for_backward(out)
         return out
 
     @staticmethod
     def backward(ctx: TorchValue, *grads: Tensor) -> Tensor:
         (out,) = ctx.saved_tensors
-        return grads[0] * ((1 - out) * out)
+        return grads[0] * (1 - out).mul_(out)
 
 
 class Silu(_OnWholeTensors):
@@ -127,14 +132,14 @@ class Silu(_OnWholeTensors):
 
     @staticmethod
     def forward(ctx: TorchValue, x: Tensor) -> Tensor:
-        sigmoid = 1 / (1 + (-x).exp())
+        sigmoid = _sigmoid(x)
         ctx.save_for_backward(x, sigmoid)
         return x * sigmoid
 
     @staticmethod
     def backward(ctx: TorchValue, *grads: Tensor) -> Tensor:
         x, sigmoid = ctx.saved_tensors
-        return grads[0] * (((1 - sigmoid) * x + 1) * sigmoid)
+        return grads[0] * (1 - sigmoid).mul_(x).add_(1).mul_(sigmoid)
 
 
 class Embedding(_OnWholeTensors):

@@ -54,6 +54,8 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
         return matmul(x, y.unsqueeze(-1)).squeeze(-1)
     if y.dim() == 2:
         return Product.of(x, y, False)
+    if x.shape[:-2] == y.shape[:-2]:
+        return BatchedProduct.of(x, y)
     lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     return BatchedProduct.of(*(_with_lead(t, o, lead) for t, o in ((x, y), (y, x))))
 
@@ -155,11 +157,15 @@ def _without(x: Tensor, dims: Sequence[int]) -> Tensor:
 def softmax(input: Tensor, dim: int, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
     """Return softmax, with a sum that zeros at the end of the dim do not change."""
     out = input.dtype if dtype is None else dtype
-    x = accurate(input if dtype is None else input.to(dtype))
+    e, sums = _exponentials(accurate(input if dtype is None else input.to(dtype)), dim)
+    return _scaled(sums, e, torch.div).to(out)
+
+
+def _exponentials(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return numerators and denominators of softmax. A row of minus infinity has the denominator 0."""
     top = x.detach().amax(dim, keepdim=True)
     e = _scaled(torch.where(top == -torch.inf, 0, top), x, torch.sub).exp()
-    sums = total(e, [dim], 1)
-    return _scaled(sums, e, torch.div).to(out)
+    return e, total(e, [dim], 1)
 
 
 def log_softmax(input: Tensor, dim: int, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
@@ -233,7 +239,7 @@ def rms_norm(
 ) -> Tensor:
     x, dims = accurate(input), list(range(-len(normalized_shape), 0))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    out = _scaled(1 / (mean(x * x, dims, True) + eps).sqrt(), x, torch.mul)
+    out = _scaled((mean(x * x, dims, True) + eps).sqrt().reciprocal(), x, torch.mul)
     return (out if weight is None else out * spread(weight, out)).to(input.dtype)
 
 
@@ -283,8 +289,8 @@ def _masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
         scores = scores.masked_fill(~mask, -torch.inf)
     else:
         scores = scores + spread(mask, scores)
-    weights = softmax(scores, -1)
-    return torch.where(weights.isnan(), 0, weights)
+    e, sums = _exponentials(accurate(scores), -1)
+    return _scaled(torch.where(sums == 0, 1, sums), e, torch.div).to(scores.dtype)
 
 
 def _repeated(x: Tensor, times: int) -> Tensor:
@@ -301,7 +307,13 @@ def expand(x: Tensor, *sizes: TorchValue, size: TorchValue = None, implicit: boo
 
 
 def sigmoid(input: Tensor) -> Tensor:
-    return Sigmoid.of(accurate(input)).to(input.dtype)
+    x = _floating(input)
+    return Sigmoid.of(accurate(x)).to(x.dtype)
+
+
+def _floating(x: Tensor) -> Tensor:
+    """Return `x` in floating point, as functions do that have no results in integers."""
+    return x if x.dtype.is_floating_point else x.to(torch.get_default_dtype())
 
 
 def _minus_magnitude(x: Tensor) -> Tensor:
@@ -339,7 +351,8 @@ def power(input: TorchValue, exponent: TorchValue) -> Tensor:
 
 
 def rsqrt(input: Tensor) -> Tensor:
-    return (1 / accurate(input).sqrt()).to(input.dtype)
+    x = _floating(input)
+    return accurate(x).sqrt().reciprocal().to(x.dtype)
 
 
 def _check_product(name: str, x: Tensor) -> None:

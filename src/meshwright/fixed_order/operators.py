@@ -16,8 +16,9 @@ from meshwright.spmd import LocalCall, Rule, register_rule
 from meshwright.tensor import DistTensor, redistribute
 
 from .kernels import accurate, pieces_of, tree
-from .piece_products import product_of_blocks, product_of_pieces
+from .piece_products import product_of_blocks, product_of_pieces, runs_kernels
 from .piece_sums import sum_of_pieces
+from .torch_hooks import plain_calls
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _LIBRARY.define("fixed_product(Tensor x, Tensor w, bool transposed, int pieces) -> Tensor")
@@ -25,23 +26,33 @@ _LIBRARY.define("fixed_batched_product(Tensor x, Tensor y) -> Tensor")
 _LIBRARY.define("fixed_sum(Tensor x, int dim, int pieces) -> Tensor")
 _LIBRARY.define("fixed_scatter(Tensor x, Tensor rows, int size, int pieces) -> Tensor")
 _OPERATORS: TorchValue = torch.ops.meshwright
+"""The operators. Tensors that kernels can read skip torch's dispatcher, which takes longer than a small sum."""
 
 
 def product(x: Tensor, w: Tensor, transposed: bool = False, pieces: int | None = None) -> Tensor:
     """Return `x @ w` for a matrix `w`, or `x @ w.T` if it is transposed, without a gradient."""
     pieces = pieces_of(x.shape[-1]) if pieces is None else pieces
+    if runs_kernels(x, w):
+        with plain_calls():
+            return _product(x, w, transposed, pieces)
     x, w = _aligned(pieces, (x, x.dim() - 1), (w, int(transposed)))
     return _OPERATORS.fixed_product(x, w, transposed, pieces)
 
 
 def batched_product(x: Tensor, y: Tensor) -> Tensor:
     """Return `x @ y` for equal leading dims, without a gradient; the contraction is in blocks of 32."""
+    if runs_kernels(x, y):
+        with plain_calls():
+            return product_of_blocks(x, y)
     return _OPERATORS.fixed_batched_product(x, y)
 
 
 def total(x: Tensor, dim: int, pieces: int | None = None) -> Tensor:
     """Return the sum of `x` along `dim` without a gradient. With one piece, zeros at the end do not change it."""
     pieces = pieces_of(x.shape[dim]) if pieces is None else pieces
+    if runs_kernels(x):
+        with plain_calls():
+            return _whole_sum(x, dim, pieces)
     (x,) = _aligned(pieces, (x, dim))
     return _OPERATORS.fixed_sum(x, dim, pieces)
 

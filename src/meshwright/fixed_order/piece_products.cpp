@@ -20,7 +20,7 @@ constexpr int LANES = 8, ROWS = 6;  // 12 sums, 2 vectors and one number are 15 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 constexpr int64_t WIDTH = 2 * LANES;
 constexpr int LEVELS = 40;    // a tree of more levels has more pieces than memory has bytes
-constexpr int64_t FEW = 128;  // rows up to which the rows are in the vectors, so that w is not copied
+constexpr int64_t FEW = 8, MANY = 128;  // between them, and for a longer w, rows are in the vectors: w is not copied
 
 // Written out, because compilers fuse a product and a sum in some loops and not in others, which rounds differently
 #ifdef __AVX512F__
@@ -41,13 +41,42 @@ struct Out {
   int64_t row, column;  // elements from one row or column to the next
 };
 
+constexpr int SIDE = 8;
+
+// to[p * to_stride + n] = from[n * stride + p], for n and p below 8
+inline void transpose_square(const float* from, int64_t stride, float* to, int64_t to_stride) {
+  __m256 x[SIDE], y[SIDE];
+#pragma GCC unroll 8
+  for (int n = 0; n < SIDE; ++n) x[n] = _mm256_loadu_ps(from + n * stride);
+#pragma GCC unroll 8
+  for (int n = 0; n < SIDE; n += 2) {
+    y[n] = _mm256_unpacklo_ps(x[n], x[n + 1]);
+    y[n + 1] = _mm256_unpackhi_ps(x[n], x[n + 1]);
+  }
+#pragma GCC unroll 8
+  for (int n = 0; n < SIDE; ++n) {  // x[p] has the elements p and p + 4 of four rows, x[p + 4] those of the others
+    const int low = n / 4 * 4 + n % 4 / 2;
+    x[n] = n % 2 ? _mm256_shuffle_ps(y[low], y[low + 2], 0xee) : _mm256_shuffle_ps(y[low], y[low + 2], 0x44);
+  }
+#pragma GCC unroll 8
+  for (int p = 0; p < SIDE / 2; ++p) {
+    _mm256_storeu_ps(to + p * to_stride, _mm256_permute2f128_ps(x[p], x[p + 4], 0x20));
+    _mm256_storeu_ps(to + (p + 4) * to_stride, _mm256_permute2f128_ps(x[p], x[p + 4], 0x31));
+  }
+}
+
 // to[p * to_stride + n] = the element p of row n of `from`, for `length` elements of each row
 void transpose(Matrix from, int64_t length, float* to, int64_t to_stride) {
-  constexpr int64_t BLOCK = 16;
-  for (int64_t first = 0; first < from.count; first += BLOCK)
-    for (int64_t p = 0; p < length; ++p)
-      for (int64_t n = first; n < std::min(first + BLOCK, from.count); ++n)
-        to[p * to_stride + n] = from.data[n * from.stride + p * from.step];
+  const int64_t count = from.step == 1 ? from.count / SIDE * SIDE : 0, squares = length / SIDE * SIDE;
+  auto copy = [&](int64_t n, int64_t p) { to[p * to_stride + n] = from.data[n * from.stride + p * from.step]; };
+  for (int64_t first = 0; first < count; first += SIDE) {
+    for (int64_t p = 0; p < squares; p += SIDE)
+      transpose_square(from.data + first * from.stride + p, from.stride, to + p * to_stride + first, to_stride);
+    for (int64_t p = squares; p < length; ++p)
+      for (int64_t n = first; n < first + SIDE; ++n) copy(n, p);
+  }
+  for (int64_t p = 0; p < length; ++p)
+    for (int64_t n = count; n < from.count; ++n) copy(n, p);
 }
 
 // The panel of rows `first` to `first + WIDTH` of b, with zeros behind the last one
@@ -118,7 +147,10 @@ template <int M>
 void write(const Sums<M>& sums, Out out, int64_t columns) {
   for (int m = 0; m < M; ++m) {
     const float* from = reinterpret_cast<const float*>(sums[m]);
-    for (int64_t n = 0; n < columns; ++n) out.data[m * out.row + n * out.column] = from[n];
+    if (out.column == 1 && columns == WIDTH)  // the compiler knows the length of this copy
+      std::copy(from, from + WIDTH, out.data + m * out.row);
+    else
+      for (int64_t n = 0; n < columns; ++n) out.data[m * out.row + n * out.column] = from[n];
   }
 }
 
@@ -166,7 +198,7 @@ extern "C" void piece_products(const float* x, const float* w, float* out, const
     for (int64_t j = 0; j < leading[1]; ++j, out += m * n) {
       const Matrix left{x + i * of_x[0] + j * of_x[1], m, of_x[2], of_x[3]};
       const Matrix right{w + i * of_w[0] + j * of_w[1], n, of_w[3], of_w[2]};
-      if (m <= FEW && of_w[3] != 1)
+      if (FEW <= m && m <= MANY && 2 * m < n && of_w[3] != 1)
         product(right, left, split, {out, 1, n});
       else
         product(left, right, split, {out, n, 1});

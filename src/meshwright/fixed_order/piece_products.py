@@ -15,7 +15,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.tensor import has_values, in_capture, native_kernel, parts_recorded
+from meshwright.tensor import (
+    has_values,
+    in_capture,
+    jit_tracing,
+    modes_active,
+    modes_before_dispatch,
+    native_kernel,
+    parts_recorded,
+    transforming,
+)
 
 from .kernel_check import CONTRACTED, is_separable
 from .kernels import accurate, padded, plain_product
@@ -65,10 +74,17 @@ def _by_kernel(x: Tensor, w: Tensor, size: int) -> Tensor | None:
 
 
 def runs_kernels(*operands: Tensor) -> bool:
-    """True if kernels of this package can read the operands; they are not recorded, and have one thread."""
-    if torch.get_num_threads() > 1 or in_capture() or parts_recorded():
+    """True if kernels of this package can read the operands; torch does not see such a call, and it has one thread."""
+    if torch.get_num_threads() > 1 or _is_seen():
         return False
     return all(has_values(x) and x.numel() for x in operands)
+
+
+def _is_seen() -> bool:
+    """True if the operators of this thread are recorded or transformed."""
+    if in_capture() or parts_recorded() or modes_active() or modes_before_dispatch():
+        return True
+    return transforming() or jit_tracing() or torch.compiler.is_compiling()
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
+from math import prod
 from pathlib import Path
 
 from torch import Tensor
@@ -36,9 +37,9 @@ def sum_kernel() -> Callable[..., None] | None:
 
 def _run(kernel: Callable[..., None], x: Tensor, dim: int, pieces: int) -> Tensor:
     at = dim % x.dim()
-    out = x.new_empty((*x.shape[:at], *x.shape[at + 1 :]))
-    x = x.flatten(0, at - 1) if at else x.unsqueeze(0)
-    x = x.flatten(2) if x.dim() > 2 else x.unsqueeze(2)
+    outer, inner = x.shape[:at], x.shape[at + 1 :]
+    out = x.new_empty((*outer, *inner))
+    x = x.reshape(prod(outer), x.shape[at], prod(inner))
     numbers = _Numbers(*x.shape, *x.stride(), pieces)
     kernel(x.data_ptr(), out.data_ptr(), ctypes.addressof(numbers))
     return out

@@ -95,4 +95,4 @@ def _product(x: Tensor, w: Tensor) -> Tensor | None:
 
 def has_values(x: Tensor) -> bool:
     """True if a kernel can read the float32 numbers of the tensor from memory. A subclass may keep them elsewhere."""
-    return x.dtype is torch.float32 and x.device.type == "cpu" and type(x) in (Tensor, nn.Parameter)
+    return type(x) in (Tensor, nn.Parameter) and x.dtype is torch.float32 and x.is_cpu
