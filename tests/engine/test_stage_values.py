@@ -310,6 +310,57 @@ def test_a_value_is_sent_to_a_stage_once() -> None:
     assert mw.simulate(go, 2) == [(2, 2), (2, 2)]
 
 
+class PlainSums(Net):
+    """A plain tensor collects a term of each layer, and is read by the layers and the loss of the last stage."""
+
+    layer = Boxed
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        total = x.new_zeros(x.shape[:2])
+        x = self.entry(x)
+        for layer in self.layers[:3]:
+            x = layer(x, Box(torch.ones(1)))
+            total += x.square().mean(-1)
+        x = self.layers[3](x, Box(total.unsqueeze(-1)))
+        return (self.head(x) - y).square().mean() + (x.mean(-1) + total).sigmoid().mean()
+
+
+class PlainSumsAsInputs(Net):
+    """A layer of the last stage gets a plain tensor, to which the first stage wrote, as an argument."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        total = torch.zeros(*x.shape[:2], WIDTH)
+        for layer in self.layers[:2]:
+            total += layer(self.entry(x))
+        return F.mse_loss(self.head(self.layers[3](total)), y)
+
+
+@pytest.mark.parametrize("kind", [PlainSums, PlainSumsAsInputs])
+def test_a_plain_tensor_that_collects_terms_passes_gradients_on(kind: Callable[[], nn.Module]) -> None:
+    for found in mw.simulate(lambda: trained(kind, False, ([0, 1], ["pp"])), 2):
+        torch.testing.assert_close(found, trained(kind, False), rtol=1e-5, atol=1e-6)
+
+
+def gradients_of_plain(in_stages: bool) -> list[Tensor]:
+    """Return the gradients of a plain input and of a plain parameter of the loss, after calls with and without them."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    x, scale = torch.randn(4, 3), nn.Parameter(torch.rand(3))
+    if in_stages:
+        mw.split_pipeline(net, mw.ProcessMesh([0, 1], ["pp"]))
+    for needs_gradient in (False, True):
+        loss = (net(x.requires_grad_(needs_gradient)) * scale.requires_grad_(needs_gradient)).square().mean()
+    loss.backward()
+    assert x.grad is not None
+    assert scale.grad is not None
+    return [x.grad, scale.grad]
+
+
+def test_plain_tensors_get_their_gradients_on_all_ranks() -> None:
+    for found in mw.simulate(lambda: gradients_of_plain(True), 2):
+        torch.testing.assert_close(found, gradients_of_plain(False), rtol=1e-5, atol=1e-6)
+
+
 def test_meshes_that_are_no_stages_are_refused() -> None:
     def go() -> None:
         one, other = (mw.shard_tensor(torch.ones(2), mw.ProcessMesh([n], ["x"])) for n in range(2))

@@ -225,6 +225,7 @@ def _capture_once(
         with stage.watching():
             out = called(call, args)
         assigned = _replaced_buffers(slots, fakes)
+        _check_gradients_wanted(slots, fakes)
     outputs = recording.tree_of(out)
     values = {id(f): recording.inputs[i].value for i, f in enumerate(fakes)}
     writes = dict(recording.written()) | {values[id(old)]: recording.value_of(new) for old, new in assigned}
@@ -254,6 +255,19 @@ def _replaced_buffers(slots: Sequence[ModelTensor], fakes: Sequence[Tensor]) -> 
                 )
             found.append((fake, new))
     return found
+
+
+def _check_gradients_wanted(slots: Sequence[ModelTensor], fakes: Sequence[Tensor]) -> None:
+    """Raise SideEffectError if the forward pass changed, for good, which parameters and buffers require gradients."""
+    for slot, fake in zip(slots, fakes, strict=True):
+        if fake.requires_grad != slot.tensor.requires_grad:
+            raise SideEffectError(
+                "capturing the forward pass",
+                f"the forward pass calls {slot.name}.requires_grad_({fake.requires_grad}), and leaves it so",
+                "a program computes gradients of the parameters that require one when it is recorded",
+                f"call {slot.name}.requires_grad_({fake.requires_grad}) before the step; inside forward, switch it back "
+                "before it returns",
+            )
 
 
 def _fake_batch(stage: CaptureEnvironment, batch: tuple[TorchValue, ...]) -> TorchValue:

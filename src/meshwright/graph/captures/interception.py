@@ -114,6 +114,12 @@ class _Calls(TorchFunctionMode):
             handle.remove()
             self.note(Hook(fn), (x,), lambda: None)
             return RemovableHandle(OrderedDict[int, Any]())
+        if func in _SWITCHES and isinstance(args[0], nn.Parameter) and not isinstance(args[0], FakeTensor):
+            raise capture_error(
+                "requires_grad_() of a parameter that Python holds beside the model's modules",
+                "the modules hold other tensors during the capture, so the call would have no effect",
+                "read the parameter from its module: for p in self.layer.parameters(): p.requires_grad_(False)",
+            )
         if func in _REFUSED:
             raise capture_error(
                 f"a use of {_REFUSED[func]}",
@@ -124,6 +130,9 @@ class _Calls(TorchFunctionMode):
 
 
 _GRAD: TorchValue = Tensor.grad
+_REQUIRES_GRAD: TorchValue = Tensor.requires_grad
+_SWITCHES = (Tensor.requires_grad_, _REQUIRES_GRAD.__set__)
+"""Functions that change whether a tensor requires a gradient."""
 _REFUSED: dict[Callable[..., TorchValue], str] = {
     Tensor.backward: "backward()",
     Tensor.retain_grad: "retain_grad()",

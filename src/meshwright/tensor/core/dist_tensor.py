@@ -351,7 +351,7 @@ def _mark_other(value: object) -> Hashable:
 
 
 def _mark_tensor(value: Tensor) -> Hashable:
-    """Return the mark of a tensor: a spec, or the shape and dtype of a plain dense tensor.
+    """Return the mark of a tensor: a spec, or the shape and dtype of a plain dense tensor, and if it needs a gradient.
 
     Raises _NoSignature for other plain tensors, and inside a backward pass, where each call is checked again.
     """
@@ -362,7 +362,8 @@ def _mark_tensor(value: Tensor) -> Hashable:
             return value._spec
     elif backward_running() == -1 and type(value) in (Tensor, nn.Parameter):
         if value.layout is torch.strided and not value.is_nested and not is_batched(value):
-            return (Tensor, value.shape, value.dtype, None if value.is_contiguous() else value.stride())
+            strides = None if value.is_contiguous() else value.stride()
+            return (Tensor, value.shape, value.dtype, strides, value.requires_grad and torch.is_grad_enabled())
     raise _NoSignature
 
 
