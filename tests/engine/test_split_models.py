@@ -119,6 +119,37 @@ def test_options_that_do_not_fit_are_refused(split: dict[str, Any], says: str) -
         mw.simulate(lambda: losses(2, None, **split), 2)
 
 
+class TwoLists(nn.Module):
+    """A model whose second part is a list of layers, which is not called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.judged = nn.ModuleDict({"inner": nn.ModuleList([nn.Linear(4, 2), nn.Tanh()]), "last": nn.Linear(2, 1)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.made, *self.judged["inner"], self.judged["last"]):  # pyright: ignore[reportGeneralTypeIssues] - a list
+            x = layer(x)
+        return x
+
+
+def steps_of_lists(stages: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, x = TwoLists(), torch.ones(4, 4)
+    if stages:
+        mesh = mw.ProcessMesh(range(stages), ["pp"])
+        mw.split_pipeline(model, mesh, at=["judged"])
+        mw.microbatched(model, mean_square, mesh, microbatches=2, schedule="1F1B")(x, torch.ones(4, 1))
+    else:
+        mean_square(model(x), torch.ones(4, 1)).backward()
+    return [mw.unshard_dtensor(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+def test_layers_of_a_list_enter_the_stage_of_the_list() -> None:
+    for found in mw.simulate(lambda: steps_of_lists(2), 2):
+        torch.testing.assert_close(found, steps_of_lists(0), rtol=1e-5, atol=1e-6)
+
+
 def drops(stages: int, microbatches: int) -> list[float]:
     torch.manual_seed(0)
     layers = (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(4))

@@ -73,8 +73,9 @@ def split_pipeline(
             part = model.get_submodule(name)
             with shared.kept(part):
                 shard_layer(part, home, shard_fn)
-            if begins or _holds(part):
-                StageEntry(order, home, batch, same).put_on(part)
+            for first, called in enumerate(_called_parts(part)):
+                if begins or _holds(called):
+                    StageEntry(order, home, batch, same and first == 0).put_on(called)
         _distribute_between_layers(model, homes, shared, shard_fn)
     _keep_order(model, order)
     return model
@@ -142,6 +143,13 @@ class _SharedParameters:
             if first is not new:
                 table[name] = first
                 swap_parameters(module, {name: new.spec})
+
+
+def _called_parts(part: nn.Module) -> list[nn.Module]:
+    """Return the module itself, or the modules inside it if it cannot be called, such as a `ModuleList`."""
+    if type(part).forward is not nn.Module.forward or "forward" in vars(part):
+        return [part]
+    return [inner for child in part.children() for inner in _called_parts(child)]
 
 
 def _holds(part: nn.Module) -> bool:
