@@ -183,9 +183,20 @@ class DroppedTable(Net):
         return F.mse_loss(self.head(x), y)
 
 
+class SampledValues(Net):
+    """Random numbers of the shape of a value of the first stage, which the second stage reads without a gradient."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first, second, third, fourth = self.layers
+        mean = second(first(self.entry(x)))
+        noise = torch.randn_like(mean)
+        x = third(mean + 1)
+        return F.mse_loss(self.head(fourth(x + noise)), y) + mean.square().mean()
+
+
 MODELS = [
     SkipConnections, EarlyLosses, InAnObject, InADataclass, CollectedInLists, RootParameters, TwoTowers, BackAndForth,
-    DroppedTable,
+    DroppedTable, SampledValues,
 ]  # fmt: skip
 
 
