@@ -191,13 +191,16 @@ def buffers_of(captured: Capture) -> dict[str, Tensor]:
     return {slot.name: slot.tensor for slot in captured.slots if not slot.is_parameter}
 
 
-def _numbers_of(first: Capture, kept: Sequence[Tensor]) -> list[Tensor] | None:
-    """Return real tensors for fake tensors that Python objects keep; None if one depends on parameters or the batch."""
+def _numbers_of(first: Capture, kept: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return real tensors for fake ones that Python objects keep, and None for those without known numbers.
+
+    These depend on parameters, on the batch, or on random numbers.
+    """
     recording = first.recording
     assert recording is not None
     values = [recording.value_of(x) for x in kept]
     known = constant_values(first.program, buffers_of(first))
-    return [full_tensor(known[v]) for v in values] if all(v in known for v in values) else None
+    return [full_tensor(known[v]) if v in known else None for v in values]
 
 
 def _capture_once(

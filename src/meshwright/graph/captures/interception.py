@@ -20,6 +20,7 @@ from meshwright.layout import TorchValue, user_frame
 from meshwright.tensor import Opaque, functions_passed_to, tensors_in
 
 from .._errors import CaptureError, capture_error
+from ..guards import check_not_kept
 from ..torch_hooks import FakeTensor, backward_hooks_of_all
 
 
@@ -108,6 +109,7 @@ class _Calls(TorchFunctionMode):
         self, func: Callable[..., TorchValue], types: TorchValue, args: TorchValue = (), kwargs: TorchValue = None
     ) -> TorchValue:
         kwargs = kwargs or {}
+        check_not_kept(args, func)
         if func is Tensor.register_hook:
             x, fn = (*args, *kwargs.values())
             handle: RemovableHandle = func(x, fn)  # refuses what torch refuses
