@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.comm import current_communicator
-from meshwright.tensor import MemoryAccessError, MixedMeshError
+from meshwright.tensor import MemoryAccessError, MixedMeshError, OperationError
 
 WIDTH = 6
 
@@ -370,6 +370,18 @@ def gradients_of_plain(in_stages: bool) -> list[Tensor]:
 def test_plain_tensors_get_their_gradients_on_all_ranks() -> None:
     for found in mw.simulate(lambda: gradients_of_plain(True), 2):
         torch.testing.assert_close(found, gradients_of_plain(False), rtol=1e-5, atol=1e-6)
+
+
+def test_second_derivatives_through_stages_are_refused() -> None:
+    def go() -> None:
+        net = mw.split_pipeline(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), mw.ProcessMesh([0, 1], ["pp"]))
+        x = torch.ones(2, 3, requires_grad=True)
+        (slope,) = torch.autograd.grad(net(x).sum(), x)
+        assert slope.shape == x.shape
+        with pytest.raises(OperationError, match="to_static"):
+            torch.autograd.grad(net(x).sum(), x, create_graph=True)
+
+    mw.simulate(go, 2)
 
 
 def test_meshes_that_are_no_stages_are_refused() -> None:

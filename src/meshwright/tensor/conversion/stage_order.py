@@ -140,7 +140,7 @@ def on_latest_stage(name: str, args: Arguments, kwargs: NamedArguments) -> tuple
     if (len(meshes) < 2 and not is_on_all_ranks) or name.startswith(_SEVERAL_MESHES):
         return None
     order = stages_of(meshes)
-    if order is None or (len(meshes) < 2 and _is_world(next(iter(meshes)))):
+    if order is None or (len(meshes) < 2 and is_world(next(iter(meshes)))):
         return None
     target = _mesh_of_written(name, args, kwargs) or order.latest(meshes)[1]
 
@@ -156,7 +156,8 @@ def _needs_gradient_everywhere(x: Tensor) -> bool:
     return not isinstance(x, DistTensor) and torch.is_grad_enabled() and x.requires_grad
 
 
-def _is_world(mesh: ProcessMesh) -> bool:
+def is_world(mesh: ProcessMesh) -> bool:
+    """True if every rank of the world is in the mesh."""
     return mesh.size == len(world_ranks())
 
 
@@ -165,7 +166,7 @@ def from_all_ranks(x: Tensor, mesh: ProcessMesh) -> Tensor:
 
     Every rank of the world holds the plain tensor.
     """
-    if _is_world(mesh) or not _needs_gradient_everywhere(x):
+    if is_world(mesh) or not _needs_gradient_everywhere(x):
         return x
     world = ProcessMesh(world_ranks(), ["world"])
     return redistribute(as_dist_tensor(x.view_as(x), spec_of_whole(x, world)), mesh, replicated(x.dim()))
@@ -195,7 +196,7 @@ def whole_for_plain_target(
 
 def _are_stages(meshes: Collection[ProcessMesh]) -> bool:
     """True if some of these meshes lack a rank of the world, and all of them are stages of a pipeline."""
-    return not all(map(_is_world, meshes)) and stages_of(meshes) is not None
+    return not all(map(is_world, meshes)) and stages_of(meshes) is not None
 
 
 def _mesh_of_written(name: str, args: Arguments, kwargs: NamedArguments) -> ProcessMesh | None:
