@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.graph import capture, work_of
 from meshwright.layout import Placement, ProcessMesh
 from meshwright.pipeline import StageError
 from meshwright.tensor import DistTensor, StageOrder
@@ -19,12 +18,9 @@ from meshwright.tensor import DistTensor, StageOrder
 from ..marks.layers import ShardFn, shard_layer
 from ..marks.module_memory import keep_shared_memory
 from ..marks.tensors import shard_tensor
+from .example_run import Costs, ExampleRun, costs_of
 from .stage_entry import StageEntry
 from .swapped_parameters import swap_parameters
-
-Costs = Mapping[str, float]
-"""Module path → its cost: operations of a forward pass, or parameters."""
-
 
 def split_pipeline(
     model: nn.Module,
@@ -39,15 +35,16 @@ def split_pipeline(
 ) -> nn.Module:
     """Put the layers of `model` on the stages of `mesh` along `axis`; returns the same module.
 
-    A chunk begins at each module that `at` names, in the order of registration. Without names, the layers of the
-    longest list are divided so that the most expensive chunk costs least. The cost is the operations of a forward pass
-    of `example`, which is captured and not run, or else parameters. `way` has the stage of each chunk; the default is
-    one chunk per stage.
+    A chunk begins at each module that `at` names. Without names, the layers of the longest list are divided so that the
+    most expensive chunk costs least. With an `example` batch, whose forward pass is captured and not run, modules are
+    in the order of their calls, and cost their operations. Without it, they are in the order of registration, and cost
+    their parameters. `way` has the stage of each chunk; the default is one chunk per stage.
 
     Inputs of a layer are moved to its stage. Plain tensors get the placements `batch` there; distributed ones keep
     their placements. `shard_fn` marks parameters as in `shard_layer`, including those that modules around layers hold.
     A parameter that layers share is on the stage of the first of them, and is sent to the others. A parameter that a
-    module around layers holds is on the stage of its first layer, a scalar on that of its last.
+    module around layers holds is on the stage of its first layer, a scalar on that of its last, and a buffer that the
+    example writes to on that of the last layer that the new value depends on.
 
     Raises:
         StageError: a name or the number of chunks does not fit.
@@ -60,8 +57,9 @@ def split_pipeline(
     """
     stages = mesh.get_dim_size(axis)
     way = tuple(range(stages)) if way is None else tuple(way)
-    layers = _layers(model)
-    starts = list(at) if at is not None else even_starts(layers, costs_of(model, example), len(way))
+    run = None if example is None else ExampleRun.of(model, example)
+    layers = _layers(model) if run is None else run.ordered(_layers(model))
+    starts = list(at) if at is not None else even_starts(layers, run.costs() if run else costs_of(model), len(way))
     _check(starts, layers, way, stages)
     order = StageOrder(mesh[axis, stage] for stage in range(stages))
     shared, homes = _SharedParameters(), dict[str, ProcessMesh]()
@@ -76,18 +74,24 @@ def split_pipeline(
             for first, called in enumerate(_called_parts(part)):
                 if begins or _holds(called):
                     StageEntry(order, home, batch, same and first == 0).put_on(called)
-        _distribute_between_layers(model, homes, shared, shard_fn)
+        written = {} if run is None else {name: homes[layer] for name, layer in run.writers(layers).items()}
+        _distribute_between_layers(model, homes, written, shared, shard_fn)
     _keep_order(model, order)
     return model
 
 
 def _distribute_between_layers(
-    model: nn.Module, homes: Mapping[str, ProcessMesh], shared: _SharedParameters, shard_fn: ShardFn | None
+    model: nn.Module,
+    homes: Mapping[str, ProcessMesh],
+    written: Mapping[str, ProcessMesh],
+    shared: _SharedParameters,
+    shard_fn: ShardFn | None,
 ) -> None:
     """Distribute the tensors that modules around layers hold themselves, such as embeddings and scalars.
 
-    Scalars, which scale the output, go to the stage of the module's last layer. All others go to the stage of its first
-    layer, with the marks of `shard_fn`. A tensor that a layer holds too stays one tensor.
+    Buffers go to the stage that `written` has for their name. Scalars, which scale the output, go to the stage of the
+    module's last layer. All others go to the stage of its first layer, with the marks of `shard_fn`. A tensor that a
+    layer holds too stays one tensor.
     """
     inside = _stages_inside(homes)
     for path, module in model.named_modules():
@@ -99,7 +103,8 @@ def _distribute_between_layers(
         if plain and shard_fn is not None:
             shard_fn(path, module, first)
         for table, name, x in plain:
-            table[name] = shared.laid(x, table[name], last if x.dim() == 0 else first)
+            home = written.get(f"{path}.{name}" if path else name, last if x.dim() == 0 else first)
+            table[name] = shared.laid(x, table[name], home)
 
 
 def _stages_inside(homes: Mapping[str, ProcessMesh]) -> dict[str, list[ProcessMesh]]:
@@ -181,19 +186,6 @@ def _layers(model: nn.Module) -> list[str]:
 
     walk("")
     return found
-
-
-def costs_of(model: nn.Module, example: Sequence[Any] | None = None) -> Costs:
-    """Return each module's cost without its children: operations of a forward pass of `example`, or parameters."""
-    costs: dict[str, float] = {}
-    if example is None:
-        for name, p in model.named_parameters():
-            owner = name.rpartition(".")[0]
-            costs[owner] = costs.get(owner, 0.0) + p.numel()
-        return costs
-    for node in capture(model, model, example).program.nodes:
-        costs[node.origin.layer] = costs.get(node.origin.layer, 0.0) + work_of(node).flops
-    return costs
 
 
 def even_starts(layers: Sequence[str], costs: Costs, chunks: int) -> list[str]:

@@ -394,5 +394,8 @@ def check_fits(schedule: Schedule, stages: Stages) -> None:
         return
     found = f"chunks on stages {' and '.join(map(str, schedule.ways))}"
     why = f"the model's marks put its chunks on stages {stages.way}"
-    write = "use a schedule with the model's placement, or mark the model as the schedule: docs/concepts/pipeline.md"
+    write = (
+        "with mw.to_static, set schedule_mode=\"auto\"; or mark the model as the schedule, with values that only go forward: "
+        "mw.split_pipeline orders modules by their calls if you pass example=(inputs,), and at= names where chunks begin"
+    )
     raise StageError(f"schedule {schedule.name!r}", found, why, write)

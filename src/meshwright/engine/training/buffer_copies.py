@@ -1,0 +1,66 @@
+"""Copies of buffers for backward passes that run after forward passes of later microbatches.
+
+On one device, the backward pass of a microbatch reads buffers as its own forward pass left them. In the order of a
+pipeline, forward passes of later microbatches may write to the buffers before. So autograd saves copies of buffers that
+forward passes write to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from meshwright.tensor import local_parts
+
+
+class BufferCopies:
+    """The buffers of a model that forward passes write to, found in the first forward pass by their elements.
+
+    Later writes are found by the buffers' versions. That misses writes through `.data`, which torch does not count.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._written: set[str] | None = None
+
+    @contextmanager
+    def during(self) -> Generator[None]:
+        """Save copies of these buffers for the backward pass of what runs in the context."""
+        buffers = {name: x for name, x in self._model.named_buffers() if not x.is_inference()}
+        with local_parts():
+            versions = {name: x._version for name, x in buffers.items()}
+            values = {name: x.clone() for name, x in buffers.items()} if self._written is None else {}
+            saved = buffers.keys() if self._written is None else self._written & buffers.keys()
+            memories = {_memory(buffers[name]) for name in saved} - {0}
+        if memories:
+            with _copied(memories):
+                yield
+        else:
+            yield
+        with local_parts():
+            changed = {name for name, x in buffers.items() if x._version != versions[name]}
+            changed |= {name for name, x in values.items() if not torch.equal(x, buffers[name])}
+        self._written = changed if self._written is None else self._written | changed
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _copied(memories: Collection[int]) -> saved_tensors_hooks:
+    """Return a context in which autograd saves copies of tensors in this memory."""
+
+    def pack(x: Tensor) -> Tensor:
+        with local_parts():
+            is_buffer = not x.requires_grad and x.layout is torch.strided and _memory(x) in memories
+            return x.clone() if is_buffer else x
+
+    return saved_tensors_hooks(pack, _unchanged)
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
