@@ -132,12 +132,14 @@ class Shuffled(nn.Module):
         self.entry = nn.Linear(4, 4)
         self.register_buffer("centre", torch.zeros(4))
         self.register_buffer("count", torch.zeros(()))
+        self.gains = nn.ParameterList(nn.Parameter(torch.ones(())) for _ in range(3))
+        self.shift = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.count.add_(0.5)
-        x = self.entry(x) * self.count
-        for layer in self.layers:
-            x = layer(x).tanh()
+        x = self.entry(x + self.shift.exp()) * self.count
+        for layer, gain in zip(self.layers, self.gains, strict=True):
+            x = layer(x * gain).tanh()
         x = self.head(x) - self.centre
         with torch.no_grad():
             self.centre.lerp_(x.mean(0), 0.1)

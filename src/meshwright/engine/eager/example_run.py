@@ -1,4 +1,4 @@
-"""The forward pass of an example, captured and not run: the costs of modules, their order, and the writers of buffers."""
+"""The forward pass of an example, captured and not run: the costs of modules, their order, and the places of tensors."""
 
 from __future__ import annotations
 
@@ -41,18 +41,30 @@ class ExampleRun:
             at = places[name] = first.get(name, at)
         return sorted(layers, key=lambda name: places[name])
 
-    def writers(self, layers: Sequence[str]) -> dict[str, str]:
-        """Return, for each buffer that is written to, the latest layer that the new value depends on.
+    def places(self, layers: Sequence[str]) -> dict[str, str]:
+        """Return a layer for each parameter and buffer: for one that is written to, the last that the new value needs.
 
-        A value that depends on no layer belongs to the first one. `layers` are in the order of their calls.
+        For others it is the first layer that reads the tensor, or a value of such tensors alone. `layers` are in the
+        order of their calls.
         """
+        at = self._latest_layers(layers)
+        first: dict[Value, int] = {}
+        for node in reversed(self.program.nodes):
+            users = [at[v] if at[v] >= 0 else first.get(v, len(layers)) for v in node.outs]
+            for v in node.ins:
+                first[v] = min([first.get(v, len(layers)), *users])
+        found = {x: first.get(x, 0) for x in (given.value for given in self.program.inputs)}
+        found |= {x: at.get(v, 0) for x, v in self.program.writes}
+        return {i.name: layers[min(max(found[i.value], 0), len(layers) - 1)] for i in self.program.inputs}
+
+    def _latest_layers(self, layers: Sequence[str]) -> dict[Value, int]:
+        """Return the number of the latest layer that each value depends on; -1 if it depends on none."""
         at: dict[Value, int] = {}
         for node in self.program.nodes:
             layer = _layer_of(node, layers)
             own = -1 if layer is None else layers.index(layer)
             at.update(dict.fromkeys(node.outs, max([own, *(at.get(v, -1) for v in node.ins)])))
-        names = {given.value: given.name for given in self.program.inputs}
-        return {names[x]: layers[max(at.get(v, 0), 0)] for x, v in self.program.writes}
+        return at
 
 
 def _layer_of(node: Node, layers: Sequence[str]) -> str | None:

@@ -22,6 +22,9 @@ from .example_run import Costs, ExampleRun, costs_of
 from .stage_entry import StageEntry
 from .swapped_parameters import swap_parameters
 
+_LISTS_OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+
+
 def split_pipeline(
     model: nn.Module,
     mesh: ProcessMesh,
@@ -43,8 +46,9 @@ def split_pipeline(
     Inputs of a layer are moved to its stage. Plain tensors get the placements `batch` there; distributed ones keep
     their placements. `shard_fn` marks parameters as in `shard_layer`, including those that modules around layers hold.
     A parameter that layers share is on the stage of the first of them, and is sent to the others. A parameter that a
-    module around layers holds is on the stage of its first layer, a scalar on that of its last, and a buffer that the
-    example writes to on that of the last layer that the new value depends on.
+    module around layers holds is on the stage of its first layer, a scalar on that of its last. With an example, it is
+    on the stage of the first layer that reads it, and a buffer that changes on that of the last layer that it depends
+    on.
 
     Raises:
         StageError: a name or the number of chunks does not fit.
@@ -74,8 +78,8 @@ def split_pipeline(
             for first, called in enumerate(_called_parts(part)):
                 if begins or _holds(called):
                     StageEntry(order, home, batch, same and first == 0).put_on(called)
-        written = {} if run is None else {name: homes[layer] for name, layer in run.writers(layers).items()}
-        _distribute_between_layers(model, homes, written, shared, shard_fn)
+        places = {} if run is None else {name: homes[layer] for name, layer in run.places(layers).items()}
+        _distribute_between_layers(model, homes, places, shared, shard_fn)
     _keep_order(model, order)
     return model
 
@@ -83,27 +87,28 @@ def split_pipeline(
 def _distribute_between_layers(
     model: nn.Module,
     homes: Mapping[str, ProcessMesh],
-    written: Mapping[str, ProcessMesh],
+    places: Mapping[str, ProcessMesh],
     shared: _SharedParameters,
     shard_fn: ShardFn | None,
 ) -> None:
     """Distribute the tensors that modules around layers hold themselves, such as embeddings and scalars.
 
-    Buffers go to the stage that `written` has for their name. Scalars, which scale the output, go to the stage of the
-    module's last layer. All others go to the stage of its first layer, with the marks of `shard_fn`. A tensor that a
-    layer holds too stays one tensor.
+    A tensor goes to the stage that `places` has for its name. Without an entry, scalars, which scale the output, go to
+    the stage of the module's last layer, and all others to that of its first layer, with the marks of `shard_fn`. A
+    tensor that a layer holds too stays one tensor.
     """
     inside = _stages_inside(homes)
     for path, module in model.named_modules():
-        if path not in inside:
+        around = path.rpartition(".")[0] if isinstance(module, _LISTS_OF_PARAMETERS) else path
+        if around not in inside:
             continue
-        first, last = inside[path][0], inside[path][-1]
+        first, last = inside[around][0], inside[around][-1]
         tables: list[dict[str, Any]] = [module._parameters, module._buffers]
         plain = [(table, name, x) for table in tables for name, x in table.items() if _is_plain(x)]
         if plain and shard_fn is not None:
             shard_fn(path, module, first)
         for table, name, x in plain:
-            home = written.get(f"{path}.{name}" if path else name, last if x.dim() == 0 else first)
+            home = places.get(f"{path}.{name}" if path else name, last if x.dim() == 0 else first)
             table[name] = shared.laid(x, table[name], home)
 
 
@@ -177,7 +182,9 @@ def _layers(model: nn.Module) -> list[str]:
     found: list[str] = []
 
     def walk(path: str) -> None:
-        for name, _ in model.get_submodule(path).named_children():
+        for name, part in model.get_submodule(path).named_children():
+            if isinstance(part, _LISTS_OF_PARAMETERS):
+                continue  # the module around the list reads them
             inner = f"{path}.{name}" if path else name
             if longest == inner or longest.startswith(f"{inner}."):
                 walk(inner)
