@@ -240,6 +240,23 @@ def test_rows_stay_on_their_replicas(static: bool) -> None:
         torch.testing.assert_close(found, trained(EarlyLosses, False), rtol=1e-5, atol=1e-6)
 
 
+class MomentumEncoder(Net):
+    """A layer of the last stage follows one of the first stage, before it is used."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        leader, *_, follower = self.layers
+        with torch.no_grad():
+            for p, q in zip(leader.parameters(), follower.parameters(), strict=True):
+                q.lerp_(p, 0.5)
+        return F.mse_loss(self.head(follower(leader(self.entry(x)))), y)
+
+
+def test_a_parameter_is_written_on_its_own_stage() -> None:
+    """A schedule by name shows it: a detour over the first stage would be a chunk more."""
+    for found in mw.simulate(lambda: trained(MomentumEncoder, True, ([0, 1], ["pp"]), schedule_mode="1F1B"), 2):
+        torch.testing.assert_close(found, trained(MomentumEncoder, False), rtol=1e-5, atol=1e-6)
+
+
 class AddedTwice(Net):
     """A parameter of the shape of a microbatch is added twice: one sum is both of its gradients."""
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.pipeline import StageError
 from meshwright.tensor import local_parts
 
 
@@ -54,13 +55,24 @@ def _memory(x: Tensor) -> int:
 def _copied(memories: Collection[int]) -> saved_tensors_hooks:
     """Return a context in which autograd saves copies of tensors in this memory."""
 
-    def pack(x: Tensor) -> Tensor:
+    def pack(x: Tensor) -> tuple[Tensor, int]:
         with local_parts():
             is_buffer = not x.requires_grad and x.layout is torch.strided and _memory(x) in memories
-            return x.clone() if is_buffer else x
+            kept = x.clone() if is_buffer else x
+            return kept, kept._version
 
-    return saved_tensors_hooks(pack, _unchanged)
+    return saved_tensors_hooks(pack, _unwritten)
 
 
-def _unchanged(x: Tensor) -> Tensor:
-    return x
+def _unwritten(packed: tuple[Tensor, int]) -> Tensor:
+    """Return the saved tensor; raise StageError if it was written to, which torch does not check where hooks save."""
+    x, version = packed
+    with local_parts():
+        if x._version == version:
+            return x
+        raise StageError(
+            "a backward pass of a microbatch",
+            f"a tensor of shape {tuple(x.shape)} that a forward pass has written to since",
+            "the backward pass needs the value that its own forward pass read",
+            "make a new tensor in forward (x = x * 0.5) instead of the write in place (x.mul_(0.5)), or use mw.to_static",
+        )
