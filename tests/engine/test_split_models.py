@@ -121,7 +121,7 @@ def test_options_that_do_not_fit_are_refused(split: dict[str, Any], says: str) -
 
 
 class Shuffled(nn.Module):
-    """A model with modules in another order than that of their calls, and buffers that the first and last layer write."""
+    """A model with modules in another order than that of their calls, and buffers for its first and its last layer."""
 
     centre: Tensor
     count: Tensor

@@ -1,4 +1,4 @@
-"""The forward pass of an example, captured and not run: the costs of modules, their order, and the places of tensors."""
+"""The forward pass of an example, captured and not run: costs of modules, their order, and places of tensors."""
 
 from __future__ import annotations
 

@@ -74,5 +74,6 @@ def _unwritten(packed: tuple[Tensor, int]) -> Tensor:
             "a backward pass of a microbatch",
             f"a tensor of shape {tuple(x.shape)} that a forward pass has written to since",
             "the backward pass needs the value that its own forward pass read",
-            "make a new tensor in forward (x = x * 0.5) instead of the write in place (x.mul_(0.5)), or use mw.to_static",
+            "make a new tensor in forward (x = x * 0.5) instead of the write in place (x.mul_(0.5)); or use "
+            "mw.to_static",
         )

@@ -268,8 +268,8 @@ def _check_gradients_wanted(slots: Sequence[ModelTensor], fakes: Sequence[Tensor
                 "capturing the forward pass",
                 f"the forward pass calls {slot.name}.requires_grad_({fake.requires_grad}), and leaves it so",
                 "a program computes gradients of the parameters that require one when it is recorded",
-                f"call {slot.name}.requires_grad_({fake.requires_grad}) before the step; inside forward, switch it back "
-                "before it returns",
+                f"call {slot.name}.requires_grad_({fake.requires_grad}) before the step; or switch it back before "
+                "forward returns",
             )
 
 

@@ -264,9 +264,7 @@ def _parts_of_actions(
     return found
 
 
-def _read_before_renewal(
-    copies: Sequence[RankParts], parts: Mapping[tuple[int, PartPlace], _Part]
-) -> list[set[Value]]:
+def _read_before_renewal(copies: Sequence[RankParts], parts: Mapping[tuple[int, PartPlace], _Part]) -> list[set[Value]]:
     """Return, for each copy, the tensors that a microbatch renews, and that its later parts read as they were before.
 
     Later microbatches renew them too before that.
@@ -415,7 +413,8 @@ def check_fits(schedule: Schedule, stages: Stages) -> None:
     found = f"chunks on stages {' and '.join(map(str, schedule.ways))}"
     why = f"the model's marks put its chunks on stages {stages.way}"
     write = (
-        "with mw.to_static, set schedule_mode=\"auto\"; or mark the model as the schedule, with values that only go forward: "
-        "mw.split_pipeline orders modules by their calls if you pass example=(inputs,), and at= names where chunks begin"
+        'with mw.to_static, set schedule_mode="auto"; or mark the model as the schedule, with values that only go '
+        "forward: mw.split_pipeline orders modules by their calls if you pass example=(inputs,), and at= names where "
+        "chunks begin"
     )
     raise StageError(f"schedule {schedule.name!r}", found, why, write)
