@@ -68,7 +68,9 @@ class Microbatches:
 
     def under(self, autocast: torch.dtype | None, scaler: torch.amp.GradScaler | None) -> Microbatches:
         """Return the same steps with another autocast dtype and another scaler."""
-        return Microbatches(self.model, self.loss, self.schedule, self._stages, autocast, scaler)
+        steps = Microbatches(self.model, self.loss, self.schedule, self._stages, autocast, scaler)
+        steps._copies = self._copies
+        return steps
 
     def __call__(self, *batch: TorchValue) -> Tensor:
         """Return the mean loss of all microbatches of a batch. Raises RewriteError if their sizes would differ."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import count
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from meshwright.layout import Layout, ProcessMesh, replicated
 
 from .._errors import MixedMeshError
 from .._torch_call import Arguments, NamedArguments
-from ..core.dist_tensor import DistTensor, rank_or_none
+from ..core.dist_tensor import DistTensor, pipelines, rank_or_none
 from ..core.tree import map_tensors, tensors_in
 from ..torch_hooks import OperatorPacket
 from .checkpointed_moves import note_arrival
@@ -55,7 +54,7 @@ class StageOrder:
         self._came = dict.fromkeys(meshes, 0)
         self._sent: dict[tuple[int, int, ProcessMesh, bool], tuple[Tensor, Tensor]] = {}
         self._depth = 0
-        _known.add(self)
+        pipelines.add(self)
 
     def has(self, meshes: Collection[ProcessMesh]) -> bool:
         """True if all of these are meshes of stages."""
@@ -115,13 +114,10 @@ def _time_of(found: tuple[int, ProcessMesh]) -> int:
     return found[0]
 
 
-_known: WeakSet[StageOrder] = WeakSet()
-
-
 def stages_of(meshes: Collection[ProcessMesh]) -> StageOrder | None:
     """Return the pipeline of the calling rank with these stages; of several, the one that ran last."""
     rank = rank_or_none()
-    found = [order for order in list(_known) if order.rank == rank and order.has(meshes)]
+    found = [order for order in list[StageOrder](pipelines) if order.rank == rank and order.has(meshes)]
     return max(found, key=lambda order: order.latest(meshes)[0], default=None)
 
 
