@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate, chain
 from math import inf
 from typing import Any
@@ -62,8 +63,7 @@ def split_pipeline(
     stages = mesh.get_dim_size(axis)
     way = tuple(range(stages)) if way is None else tuple(way)
     run = None if example is None else ExampleRun.of(model, example)
-    layers = _layers(model) if run is None else run.ordered(_layers(model))
-    starts = list(at) if at is not None else even_starts(layers, run.costs() if run else costs_of(model), len(way))
+    layers, starts = _layers_and_starts(model, run, at, len(way))
     _check(starts, layers, way, stages)
     order = StageOrder(mesh[axis, stage] for stage in range(stages))
     shared, homes = _SharedParameters(), dict[str, ProcessMesh]()
@@ -75,13 +75,28 @@ def split_pipeline(
             part = model.get_submodule(name)
             with shared.kept(part):
                 shard_layer(part, home, shard_fn)
-            for first, called in enumerate(_called_parts(part)):
-                if begins or _holds(called):
-                    StageEntry(order, home, batch, same and first == 0).put_on(called)
-        places = {} if run is None else {name: homes[layer] for name, layer in run.places(layers).items()}
+            _enter_stage(part, StageEntry(order, home, batch, same), begins)
+        places = {name: homes[layer] for name, layer in (run.places(layers) if run else {}).items()}
         _distribute_between_layers(model, homes, places, shared, shard_fn)
     _keep_order(model, order)
     return model
+
+
+def _layers_and_starts(
+    model: nn.Module, run: ExampleRun | None, at: Sequence[str] | None, chunks: int
+) -> tuple[list[str], list[str]]:
+    """Return the layers in their order, and those at which chunks begin, as asked or for even costs."""
+    layers = _layers(model) if run is None else run.ordered(_layers(model))
+    if at is not None:
+        return layers, list(at)
+    return layers, even_starts(layers, costs_of(model) if run is None else run.costs(), chunks)
+
+
+def _enter_stage(part: nn.Module, entry: StageEntry, begins: bool) -> None:
+    """Put the entry on a layer, if it has tensors or a chunk begins there; of a list of layers, on each of them."""
+    for at, called in enumerate(_called_parts(part)):
+        if begins or _holds(called):
+            (entry if at == 0 else replace(entry, same=False)).put_on(called)
 
 
 def _distribute_between_layers(
@@ -103,13 +118,18 @@ def _distribute_between_layers(
         if around not in inside:
             continue
         first, last = inside[around][0], inside[around][-1]
-        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
-        plain = [(table, name, x) for table in tables for name, x in table.items() if _is_plain(x)]
+        plain = _plain_tensors(module)
         if plain and shard_fn is not None:
             shard_fn(path, module, first)
         for table, name, x in plain:
             home = places.get(f"{path}.{name}" if path else name, last if x.dim() == 0 else first)
             table[name] = shared.laid(x, table[name], home)
+
+
+def _plain_tensors(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Return the module's own tensors that are not distributed, each with its table and name."""
+    tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+    return [(table, name, x) for table in tables for name, x in table.items() if _is_plain(x)]
 
 
 def _stages_inside(homes: Mapping[str, ProcessMesh]) -> dict[str, list[ProcessMesh]]:

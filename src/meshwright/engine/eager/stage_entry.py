@@ -34,7 +34,7 @@ class StageEntry:
     home: ProcessMesh
     batch: Sequence[Placement]
     same: bool
-    _handed: list[_PassedContainers] = field(default_factory=list["_PassedContainers"])
+    _handed: list[_PassedContainers] = field(init=False, default_factory=list["_PassedContainers"])
 
     def put_on(self, layer: nn.Module) -> None:
         """Register the hook on `layer`."""

@@ -7,8 +7,8 @@ forward passes write to.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator
-from contextlib import contextmanager
+from collections.abc import Collection, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -33,19 +33,25 @@ class BufferCopies:
         """Save copies of these buffers for the backward pass of what runs in the context."""
         buffers = {name: x for name, x in self._model.named_buffers() if not x.is_inference()}
         with local_parts():
-            versions = {name: x._version for name, x in buffers.items()}
+            before = _versions(buffers)
             values = {name: x.clone() for name, x in buffers.items()} if self._written is None else {}
-            saved = buffers.keys() if self._written is None else self._written & buffers.keys()
-            memories = {_memory(buffers[name]) for name in saved} - {0}
-        if memories:
-            with _copied(memories):
-                yield
-        else:
+        with self._saving_copies(buffers):
             yield
         with local_parts():
-            changed = {name for name, x in buffers.items() if x._version != versions[name]}
-            changed |= {name for name, x in values.items() if not torch.equal(x, buffers[name])}
-        self._written = changed if self._written is None else self._written | changed
+            changed = {name for name, version in _versions(buffers).items() if version != before[name]}
+            changed.update(name for name, x in values.items() if not torch.equal(x, buffers[name]))
+        self._written = changed | (self._written or set())
+
+    def _saving_copies(self, buffers: Mapping[str, Tensor]) -> AbstractContextManager[object]:
+        """Return a context in which autograd saves copies of the written buffers; of all, if these are not known."""
+        names = buffers.keys() if self._written is None else self._written & buffers.keys()
+        with local_parts():
+            memories = {_memory(buffers[name]) for name in names} - {0}
+        return _copied(memories) if memories else nullcontext()
+
+
+def _versions(buffers: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: x._version for name, x in buffers.items()}
 
 
 def _memory(x: Tensor) -> int:

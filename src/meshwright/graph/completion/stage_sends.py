@@ -67,9 +67,9 @@ def _assigned_meshes(program: Program) -> tuple[MeshOfValue, set[Value]]:
     """
     meshes: MeshOfValue = {i.value: i.spec.mesh for i in program.inputs if i.spec is not None}
     free = {i.value for i in program.inputs if i.role == "batch" and i.spec is None}
+    homes = _homes_of_new_values(program, meshes)
     reached: dict[ProcessMesh, int] = {}
     reads: list[tuple[Node, ProcessMesh]] = []
-    homes = {v: meshes[x] for x, v in program.writes if x in meshes}
     for number, node in enumerate(program.nodes):
         if isinstance(node.op, ReshardMark):
             reached[node.op.mesh] = number
@@ -84,6 +84,11 @@ def _assigned_meshes(program: Program) -> tuple[MeshOfValue, set[Value]]:
     return meshes, free
 
 
+def _homes_of_new_values(program: Program, meshes: MeshOfValue) -> MeshOfValue:
+    """Return the mesh of the parameter or buffer for each value that becomes its new value."""
+    return {v: meshes[x] for x, v in program.writes if x in meshes}
+
+
 def _mesh_of_node(
     node: Node, meshes: MeshOfValue, reached: Mapping[ProcessMesh, int], homes: Mapping[Value, ProcessMesh]
 ) -> ProcessMesh | None:
@@ -93,13 +98,12 @@ def _mesh_of_node(
     """
     if isinstance(node.op, ReshardMark):
         return node.op.mesh
-    given = {meshes[v] for v in node.ins if v in meshes}
-    home = next((homes[v] for v in node.outs if v in homes and homes[v] in given), None)
-    if home is not None:
-        return home
-    written = [v for v in _written_operands(node) if v in meshes]
-    found = dict.fromkeys(meshes[v] for v in written or node.ins if v in meshes)
-    return max(found, key=lambda mesh: reached.get(mesh, -1), default=None)
+    given = dict.fromkeys(meshes[v] for v in node.ins if v in meshes)
+    renewed = [homes[v] for v in node.outs if homes.get(v) in given]
+    if renewed:
+        return renewed[0]
+    written = dict.fromkeys(meshes[v] for v in _written_operands(node) if v in meshes)
+    return max(written or given, key=lambda mesh: reached.get(mesh, -1), default=None)
 
 
 def _written_operands(node: Node) -> Iterator[Value]:
