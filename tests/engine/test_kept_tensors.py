@@ -25,6 +25,9 @@ class Balanced(nn.Module):
         self.balance, self.largest = x.square().mean(), x.detach().amax()
         return x
 
+    def get_balance(self) -> Tensor:
+        return self.balance
+
 
 class Collector(nn.Module):
     """A model that sums what its layers keep, and collects their results in a new list and in one dict."""
@@ -39,7 +42,7 @@ class Collector(nn.Module):
             x = layer(x)
             self.results.append(x)
             self.seen[at] = x
-        kept = sum(layer.balance for layer in self.layers)
+        kept = torch.stack([layer.get_balance() for layer in self.layers if isinstance(layer, Balanced)]).sum()
         return x.square().sum() + kept + torch.stack(self.results).mean() + self.seen[0].mean()
 
 

@@ -309,8 +309,9 @@ def side_effect(asked: str, what: str, before: object, after: object, fix: str =
 
 
 def _short_text(value: object) -> str:
-    is_tensor = isinstance(value, Tensor) and not isinstance(value, KeptTensor)
-    text = f"a tensor of shape {tuple(value.shape)}" if is_tensor else repr(value)
+    if isinstance(value, Tensor) and not isinstance(value, KeptTensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
     return text if len(text) < 80 else text[:77] + "..."
 
 
