@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.pipeline import ScheduleError, StageError, one_f_one_b
@@ -181,3 +182,43 @@ def test_a_model_that_returns_to_a_stage_runs_by_gpipe_only(kind: type[torch.nn.
 def test_stages_may_run_twice() -> None:
     for found in mw.simulate(lambda: returned(Twice, "1F1B"), 2):
         torch.testing.assert_close(found, returned(Twice, "1F1B", in_stages=False))
+
+
+class Fading(nn.Module):
+    """Layers that scale by a buffer, which each forward pass changes, by an operator or through `.data`."""
+
+    scale: Tensor
+
+    def __init__(self, by_data: bool) -> None:
+        super().__init__()
+        self.layers, self.by_data = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), by_data
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        (self.scale.data if self.by_data else self.scale).mul_(0.5)
+        for layer in self.layers:
+            x = layer(x) * self.scale
+        return x.square().mean()
+
+
+def gradients_of_fading(by_data: bool, schedule: str | None) -> list[Tensor]:
+    """Return the gradients of two steps of four microbatches."""
+    torch.manual_seed(0)
+    model, x = Fading(by_data), torch.linspace(-1, 1, 32).reshape(8, 4)
+    if schedule is not None:
+        mesh = mw.ProcessMesh([0, 1], ["pp"])
+        mw.split_pipeline(model, mesh)
+        step = mw.microbatched(model, None, mesh, microbatches=4, schedule=schedule)
+        for _ in range(2):
+            step(x)
+    for part in x.chunk(4) * 2 if schedule is None else ():
+        (model(part) / 4).backward()
+    return [mw.unshard_dtensor(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_backward_passes_read_buffers_as_their_forward_pass_left_them(schedule: str, by_data: bool) -> None:
+    wanted = gradients_of_fading(by_data, None)
+    for found in mw.simulate(lambda: gradients_of_fading(by_data, schedule), 2):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-8)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.engine.eager.split_pipeline import costs_of, even_starts
+from meshwright.engine.eager.example_run import ExampleRun
+from meshwright.engine.eager.split_pipeline import even_starts
 from meshwright.pipeline import StageError
 
 
@@ -101,7 +102,7 @@ def test_chunks_are_even(costs: Sequence[float], chunks: int, starts: Sequence[i
 
 
 def test_costs_are_operations_of_an_example() -> None:
-    costs = costs_of(Encoder(2), batch()[:2])
+    costs = ExampleRun.of(Encoder(2), batch()[:2]).costs()
     assert costs["layers.0.inner.0"] == costs["layers.1.inner.0"] == 2 * 24 * 8 * 16
     assert costs["layers.0"] == 2 * 24 * 8
 
@@ -117,6 +118,97 @@ def test_costs_are_operations_of_an_example() -> None:
 def test_options_that_do_not_fit_are_refused(split: dict[str, Any], says: str) -> None:
     with pytest.raises(StageError, match=says):
         mw.simulate(lambda: losses(2, None, **split), 2)
+
+
+class Shuffled(nn.Module):
+    """A model with modules in another order than that of their calls, and buffers for its first and its last layer."""
+
+    centre: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.layers = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.entry = nn.Linear(4, 4)
+        self.register_buffer("centre", torch.zeros(4))
+        self.register_buffer("count", torch.zeros(()))
+        self.gains = nn.ParameterList(nn.Parameter(torch.ones(())) for _ in range(3))
+        self.shift = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(0.5)
+        x = self.entry(x + self.shift.exp()) * self.count
+        for layer, gain in zip(self.layers, self.gains, strict=True):
+            x = layer(x * gain).tanh()
+        x = self.head(x) - self.centre
+        with torch.no_grad():
+            self.centre.lerp_(x.mean(0), 0.1)
+        return x
+
+
+def steps_of_shuffled(stages: int, is_static: bool = False) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, x = Shuffled(), torch.linspace(-1, 1, 16).reshape(4, 4)
+    optimizer, step = torch.optim.SGD(model.parameters(), lr=0.5), None
+    if stages:
+        mesh = mw.ProcessMesh(range(stages), ["pp"])
+        mw.split_pipeline(model, mesh, example=(x,))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        options = {"enable": True, "accumulate_steps": 2, "schedule_mode": "ZB-H1"}
+        step = (
+            mw.to_static(model, None, mean_square, optimizer, mw.Strategy.of(pipeline=options))
+            if is_static
+            else mw.microbatched(model, mean_square, mesh, microbatches=2)
+        )
+    for _ in range(2):
+        parts = [x] if step is not None else x.chunk(2)
+        for part in parts:
+            if step is not None:
+                step(part, part)
+            else:
+                (mean_square(model(part), part) / 2).backward()
+        if not is_static:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [mw.unshard_dtensor(t.detach()) for t in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["eager", "static"])
+def test_an_example_gives_the_order_of_calls_and_the_stages_of_buffers(is_static: bool) -> None:
+    wanted = steps_of_shuffled(0)
+    for found in mw.simulate(lambda: steps_of_shuffled(2, is_static), 2):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+class TwoLists(nn.Module):
+    """A model whose second part is a list of layers, which is not called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.judged = nn.ModuleDict({"inner": nn.ModuleList([nn.Linear(4, 2), nn.Tanh()]), "last": nn.Linear(2, 1)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.made, *self.judged["inner"], self.judged["last"]):  # pyright: ignore[reportGeneralTypeIssues] - a list
+            x = layer(x)
+        return x
+
+
+def steps_of_lists(stages: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, x = TwoLists(), torch.ones(4, 4)
+    if stages:
+        mesh = mw.ProcessMesh(range(stages), ["pp"])
+        mw.split_pipeline(model, mesh, at=["judged"])
+        mw.microbatched(model, mean_square, mesh, microbatches=2, schedule="1F1B")(x, torch.ones(4, 1))
+    else:
+        mean_square(model(x), torch.ones(4, 1)).backward()
+    return [mw.unshard_dtensor(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+def test_layers_of_a_list_enter_the_stage_of_the_list() -> None:
+    for found in mw.simulate(lambda: steps_of_lists(2), 2):
+        torch.testing.assert_close(found, steps_of_lists(0), rtol=1e-5, atol=1e-6)
 
 
 def drops(stages: int, microbatches: int) -> list[float]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.comm import current_communicator
-from meshwright.tensor import MemoryAccessError, MixedMeshError
+from meshwright.tensor import MemoryAccessError, MixedMeshError, OperationError
 
 WIDTH = 6
 
@@ -183,9 +183,20 @@ class DroppedTable(Net):
         return F.mse_loss(self.head(x), y)
 
 
+class SampledValues(Net):
+    """Random numbers of the shape of a value of the first stage, which the second stage reads without a gradient."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first, second, third, fourth = self.layers
+        mean = second(first(self.entry(x)))
+        noise = torch.randn_like(mean)
+        x = third(mean + 1)
+        return F.mse_loss(self.head(fourth(x + noise)), y) + mean.square().mean()
+
+
 MODELS = [
     SkipConnections, EarlyLosses, InAnObject, InADataclass, CollectedInLists, RootParameters, TwoTowers, BackAndForth,
-    DroppedTable,
+    DroppedTable, SampledValues,
 ]  # fmt: skip
 
 
@@ -227,6 +238,23 @@ def test_numbers_are_those_of_one_device(kind: Callable[[], nn.Module], static: 
 def test_rows_stay_on_their_replicas(static: bool) -> None:
     for found in mw.simulate(lambda: trained(EarlyLosses, static, ([[0, 1], [2, 3]], ["dp", "pp"])), 4):
         torch.testing.assert_close(found, trained(EarlyLosses, False), rtol=1e-5, atol=1e-6)
+
+
+class MomentumEncoder(Net):
+    """A layer of the last stage follows one of the first stage, before it is used."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        leader, *_, follower = self.layers
+        with torch.no_grad():
+            for p, q in zip(leader.parameters(), follower.parameters(), strict=True):
+                q.lerp_(p, 0.5)
+        return F.mse_loss(self.head(follower(leader(self.entry(x)))), y)
+
+
+def test_a_parameter_is_written_on_its_own_stage() -> None:
+    """A schedule by name shows it: a detour over the first stage would be a chunk more."""
+    for found in mw.simulate(lambda: trained(MomentumEncoder, True, ([0, 1], ["pp"]), schedule_mode="1F1B"), 2):
+        torch.testing.assert_close(found, trained(MomentumEncoder, False), rtol=1e-5, atol=1e-6)
 
 
 class AddedTwice(Net):
@@ -308,6 +336,69 @@ def test_a_value_is_sent_to_a_stage_once() -> None:
         return forward, seen.calls["exchange"] - before - forward
 
     assert mw.simulate(go, 2) == [(2, 2), (2, 2)]
+
+
+class PlainSums(Net):
+    """A plain tensor collects a term of each layer, and is read by the layers and the loss of the last stage."""
+
+    layer = Boxed
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        total = x.new_zeros(x.shape[:2])
+        x = self.entry(x)
+        for layer in self.layers[:3]:
+            x = layer(x, Box(torch.ones(1)))
+            total += x.square().mean(-1)
+        x = self.layers[3](x, Box(total.unsqueeze(-1)))
+        return (self.head(x) - y).square().mean() + (x.mean(-1) + total).sigmoid().mean()
+
+
+class PlainSumsAsInputs(Net):
+    """A layer of the last stage gets a plain tensor, to which the first stage wrote, as an argument."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        total = torch.zeros(*x.shape[:2], WIDTH)
+        for layer in self.layers[:2]:
+            total += layer(self.entry(x))
+        return F.mse_loss(self.head(self.layers[3](total)), y)
+
+
+@pytest.mark.parametrize("kind", [PlainSums, PlainSumsAsInputs])
+def test_a_plain_tensor_that_collects_terms_passes_gradients_on(kind: Callable[[], nn.Module]) -> None:
+    for found in mw.simulate(lambda: trained(kind, False, ([0, 1], ["pp"])), 2):
+        torch.testing.assert_close(found, trained(kind, False), rtol=1e-5, atol=1e-6)
+
+
+def gradients_of_plain(in_stages: bool) -> list[Tensor]:
+    """Return the gradients of a plain input and of a plain parameter of the loss, after calls with and without them."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    x, scale = torch.randn(4, 3), nn.Parameter(torch.rand(3))
+    if in_stages:
+        mw.split_pipeline(net, mw.ProcessMesh([0, 1], ["pp"]))
+    for needs_gradient in (False, True):
+        loss = (net(x.requires_grad_(needs_gradient)) * scale.requires_grad_(needs_gradient)).square().mean()
+    loss.backward()
+    assert x.grad is not None
+    assert scale.grad is not None
+    return [x.grad, scale.grad]
+
+
+def test_plain_tensors_get_their_gradients_on_all_ranks() -> None:
+    for found in mw.simulate(lambda: gradients_of_plain(True), 2):
+        torch.testing.assert_close(found, gradients_of_plain(False), rtol=1e-5, atol=1e-6)
+
+
+def test_second_derivatives_through_stages_are_refused() -> None:
+    def go() -> None:
+        net = mw.split_pipeline(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), mw.ProcessMesh([0, 1], ["pp"]))
+        x = torch.ones(2, 3, requires_grad=True)
+        (slope,) = torch.autograd.grad(net(x).sum(), x)
+        assert slope.shape == x.shape
+        with pytest.raises(OperationError, match="to_static"):
+            torch.autograd.grad(net(x).sum(), x, create_graph=True)
+
+    mw.simulate(go, 2)
 
 
 def test_meshes_that_are_no_stages_are_refused() -> None:

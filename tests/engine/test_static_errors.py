@@ -55,14 +55,6 @@ def collects(self: Any, x: Tensor) -> None:
     self.table["y"] = 1
 
 
-def keeps(self: Any, x: Tensor) -> None:
-    self.last = x
-
-
-def keeps_in_a_list(self: Any, x: Tensor) -> None:
-    self.sizes[0] = x
-
-
 def grows(self: Any, x: Tensor) -> None:
     self.extra = nn.Linear(4, 4)
 
@@ -173,7 +165,7 @@ def sizes_by_numbers(self: Any, x: Tensor) -> Any:
 
 
 SIDE_EFFECTS = [
-    (counts, "count was 0, and is 1"), (collects, r"sizes|table"), (keeps, "last"), (keeps_in_a_list, "sizes"),
+    (counts, "count was 0, and is 1"), (collects, r"sizes|table"),
     (grows, "'extra'"), (adds_a_buffer, "'other'"), (changes_a_part, "_modules"), (replaces_a_parameter, "b.weight"),
     (resizes_a_buffer, "seen"), (rolls_dice, "Python's random generator"), (seeds, "torch's random generator"),
 ]  # fmt: skip

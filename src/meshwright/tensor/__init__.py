@@ -45,7 +45,7 @@ from .conversion.joint_gather import JointGather, can_gather_jointly
 from .conversion.joint_plan import gathered_axes
 from .conversion.pending_gradients import flush
 from .conversion.python_values import largest_anywhere, not_finite_anywhere
-from .conversion.stage_order import StageOrder, returns_to, stages_of
+from .conversion.stage_order import StageOrder, from_all_ranks, returns_to, stages_of
 from .conversion.whole_call import RAN_WHOLE
 from .core.absent_tensor import absent
 from .core.call_sites import call_site_of_gradient, call_sites_kept, in_backward
@@ -156,6 +156,7 @@ __all__ = [
     "distribute_as",
     "fast_products",
     "flush",
+    "from_all_ranks",
     "from_local",
     "full_tensor",
     "functions_passed_to",

@@ -4,6 +4,7 @@ parallelize          make a model parallel by a plan: styles by module name, sta
 styles               the styles of parallel modules, such as `ColwiseParallel`
 same_inputs          check that the plain inputs of a model are equal on all ranks
 split_pipeline       put the layers of a model on pipeline stages, at named modules or by cost
+example_run          the forward pass of an example: costs and order of modules, and places of tensors
 stage_entry          move the arguments of a layer to the stage of the layer
 optimizer            `shard_optimizer`: optimizers over distributed parameters, and layouts of states
 master_weights       float32 copies of parameters, and optimizer states in the memory of the host

@@ -5,13 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate, chain
 from math import inf
 from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.graph import capture, work_of
 from meshwright.layout import Placement, ProcessMesh
 from meshwright.pipeline import StageError
 from meshwright.tensor import DistTensor, StageOrder
@@ -19,11 +19,11 @@ from meshwright.tensor import DistTensor, StageOrder
 from ..marks.layers import ShardFn, shard_layer
 from ..marks.module_memory import keep_shared_memory
 from ..marks.tensors import shard_tensor
+from .example_run import Costs, ExampleRun, costs_of
 from .stage_entry import StageEntry
 from .swapped_parameters import swap_parameters
 
-Costs = Mapping[str, float]
-"""Module path → its cost: operations of a forward pass, or parameters."""
+_LISTS_OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 
 
 def split_pipeline(
@@ -39,15 +39,17 @@ def split_pipeline(
 ) -> nn.Module:
     """Put the layers of `model` on the stages of `mesh` along `axis`; returns the same module.
 
-    A chunk begins at each module that `at` names, in the order of registration. Without names, the layers of the
-    longest list are divided so that the most expensive chunk costs least. The cost is the operations of a forward pass
-    of `example`, which is captured and not run, or else parameters. `way` has the stage of each chunk; the default is
-    one chunk per stage.
+    A chunk begins at each module that `at` names. Without names, the layers of the longest list are divided so that the
+    most expensive chunk costs least. With an `example` batch, whose forward pass is captured and not run, modules are
+    in the order of their calls, and cost their operations. Without it, they are in the order of registration, and cost
+    their parameters. `way` has the stage of each chunk; the default is one chunk per stage.
 
     Inputs of a layer are moved to its stage. Plain tensors get the placements `batch` there; distributed ones keep
     their placements. `shard_fn` marks parameters as in `shard_layer`, including those that modules around layers hold.
     A parameter that layers share is on the stage of the first of them, and is sent to the others. A parameter that a
-    module around layers holds is on the stage of its first layer, a scalar on that of its last.
+    module around layers holds is on the stage of its first layer, a scalar on that of its last. With an example, it is
+    on the stage of the first layer that reads it, and a buffer that changes on that of the last layer that it depends
+    on.
 
     Raises:
         StageError: a name or the number of chunks does not fit.
@@ -60,8 +62,8 @@ def split_pipeline(
     """
     stages = mesh.get_dim_size(axis)
     way = tuple(range(stages)) if way is None else tuple(way)
-    layers = _layers(model)
-    starts = list(at) if at is not None else even_starts(layers, costs_of(model, example), len(way))
+    run = None if example is None else ExampleRun.of(model, example)
+    layers, starts = _layers_and_starts(model, run, at, len(way))
     _check(starts, layers, way, stages)
     order = StageOrder(mesh[axis, stage] for stage in range(stages))
     shared, homes = _SharedParameters(), dict[str, ProcessMesh]()
@@ -73,32 +75,61 @@ def split_pipeline(
             part = model.get_submodule(name)
             with shared.kept(part):
                 shard_layer(part, home, shard_fn)
-            if begins or _holds(part):
-                StageEntry(order, home, batch, same).put_on(part)
-        _distribute_between_layers(model, homes, shared, shard_fn)
+            _enter_stage(part, StageEntry(order, home, batch, same), begins)
+        places = {name: homes[layer] for name, layer in (run.places(layers) if run else {}).items()}
+        _distribute_between_layers(model, homes, places, shared, shard_fn)
     _keep_order(model, order)
     return model
 
 
+def _layers_and_starts(
+    model: nn.Module, run: ExampleRun | None, at: Sequence[str] | None, chunks: int
+) -> tuple[list[str], list[str]]:
+    """Return the layers in their order, and those at which chunks begin, as asked or for even costs."""
+    layers = _layers(model) if run is None else run.ordered(_layers(model))
+    if at is not None:
+        return layers, list(at)
+    return layers, even_starts(layers, costs_of(model) if run is None else run.costs(), chunks)
+
+
+def _enter_stage(part: nn.Module, entry: StageEntry, begins: bool) -> None:
+    """Put the entry on a layer, if it has tensors or a chunk begins there; of a list of layers, on each of them."""
+    for at, called in enumerate(_called_parts(part)):
+        if begins or _holds(called):
+            (entry if at == 0 else replace(entry, same=False)).put_on(called)
+
+
 def _distribute_between_layers(
-    model: nn.Module, homes: Mapping[str, ProcessMesh], shared: _SharedParameters, shard_fn: ShardFn | None
+    model: nn.Module,
+    homes: Mapping[str, ProcessMesh],
+    places: Mapping[str, ProcessMesh],
+    shared: _SharedParameters,
+    shard_fn: ShardFn | None,
 ) -> None:
     """Distribute the tensors that modules around layers hold themselves, such as embeddings and scalars.
 
-    Scalars, which scale the output, go to the stage of the module's last layer. All others go to the stage of its first
-    layer, with the marks of `shard_fn`. A tensor that a layer holds too stays one tensor.
+    A tensor goes to the stage that `places` has for its name. Without an entry, scalars, which scale the output, go to
+    the stage of the module's last layer, and all others to that of its first layer, with the marks of `shard_fn`. A
+    tensor that a layer holds too stays one tensor.
     """
     inside = _stages_inside(homes)
     for path, module in model.named_modules():
-        if path not in inside:
+        around = path.rpartition(".")[0] if isinstance(module, _LISTS_OF_PARAMETERS) else path
+        if around not in inside:
             continue
-        first, last = inside[path][0], inside[path][-1]
-        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
-        plain = [(table, name, x) for table in tables for name, x in table.items() if _is_plain(x)]
+        first, last = inside[around][0], inside[around][-1]
+        plain = _plain_tensors(module)
         if plain and shard_fn is not None:
             shard_fn(path, module, first)
         for table, name, x in plain:
-            table[name] = shared.laid(x, table[name], last if x.dim() == 0 else first)
+            home = places.get(f"{path}.{name}" if path else name, last if x.dim() == 0 else first)
+            table[name] = shared.laid(x, table[name], home)
+
+
+def _plain_tensors(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Return the module's own tensors that are not distributed, each with its table and name."""
+    tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+    return [(table, name, x) for table in tables for name, x in table.items() if _is_plain(x)]
 
 
 def _stages_inside(homes: Mapping[str, ProcessMesh]) -> dict[str, list[ProcessMesh]]:
@@ -144,6 +175,13 @@ class _SharedParameters:
                 swap_parameters(module, {name: new.spec})
 
 
+def _called_parts(part: nn.Module) -> list[nn.Module]:
+    """Return the module itself, or the modules inside it if it cannot be called, such as a `ModuleList`."""
+    if type(part).forward is not nn.Module.forward or "forward" in vars(part):
+        return [part]
+    return [inner for child in part.children() for inner in _called_parts(child)]
+
+
 def _holds(part: nn.Module) -> bool:
     """True if a layer has tensors. A layer without tensors runs on the stage of its inputs."""
     return next(chain(part.parameters(), part.buffers()), None) is not None
@@ -164,7 +202,9 @@ def _layers(model: nn.Module) -> list[str]:
     found: list[str] = []
 
     def walk(path: str) -> None:
-        for name, _ in model.get_submodule(path).named_children():
+        for name, part in model.get_submodule(path).named_children():
+            if isinstance(part, _LISTS_OF_PARAMETERS):
+                continue  # the module around the list reads them
             inner = f"{path}.{name}" if path else name
             if longest == inner or longest.startswith(f"{inner}."):
                 walk(inner)
@@ -173,19 +213,6 @@ def _layers(model: nn.Module) -> list[str]:
 
     walk("")
     return found
-
-
-def costs_of(model: nn.Module, example: Sequence[Any] | None = None) -> Costs:
-    """Return each module's cost without its children: operations of a forward pass of `example`, or parameters."""
-    costs: dict[str, float] = {}
-    if example is None:
-        for name, p in model.named_parameters():
-            owner = name.rpartition(".")[0]
-            costs[owner] = costs.get(owner, 0.0) + p.numel()
-        return costs
-    for node in capture(model, model, example).program.nodes:
-        costs[node.origin.layer] = costs.get(node.origin.layer, 0.0) + work_of(node).flops
-    return costs
 
 
 def even_starts(layers: Sequence[str], costs: Costs, chunks: int) -> list[str]:

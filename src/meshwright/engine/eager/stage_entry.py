@@ -9,7 +9,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from meshwright.layout import Partial, Placement, ProcessMesh, Replicate, Shard, TorchValue, layout_of
-from meshwright.tensor import DistTensor, StageArrival, StageOrder, captured_whole, map_tensors, pipe_split, tensors_in
+from meshwright.tensor import (
+    DistTensor,
+    StageArrival,
+    StageOrder,
+    captured_whole,
+    from_all_ranks,
+    map_tensors,
+    pipe_split,
+    tensors_in,
+)
 
 from ..marks.tensors import reshard
 
@@ -25,7 +34,7 @@ class StageEntry:
     home: ProcessMesh
     batch: Sequence[Placement]
     same: bool
-    _handed: list[_PassedContainers] = field(default_factory=list["_PassedContainers"])
+    _handed: list[_PassedContainers] = field(init=False, default_factory=list["_PassedContainers"])
 
     def put_on(self, layer: nn.Module) -> None:
         """Register the hook on `layer`."""
@@ -50,7 +59,7 @@ class StageEntry:
     def _sent(self, x: Tensor, rows: int) -> Tensor:
         note = captured_whole(x)
         if note is None:
-            return reshard(x, self.home, self._placements(x, rows))
+            return reshard(from_all_ranks(x, self.home), self.home, self._placements(x, rows))
         layout = layout_of(self._placements(x, rows), x.dim(), self.home)
         return note(StageArrival(self.home, layout), (x,), lambda: x.view_as(x))
 

@@ -8,6 +8,7 @@ stop_signals          note SIGTERM, so that a run can save and end
 equal_options         compare the options of ranks before the first step
 clip_grad_norm        clip gradients by their total norm, also across meshes
 microbatches          `microbatched`: eager pipeline steps over microbatches, by a schedule
+buffer_copies         copies of buffers for backward passes that run after later forward passes
 data_loader           `shard_dataloader`: distribute the batches of a data loader over meshes
 sampler               `GlobalSampler`: choose the samples of a step by global index
 state_checkpoint      save and load nested dicts of tensors and Python values

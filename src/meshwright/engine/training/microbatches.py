@@ -18,6 +18,7 @@ from meshwright.tensor import DistTensor, returns_to
 
 from ..recording.strategy import Pipeline
 from ..static.pipeline_step import schedule_of
+from .buffer_copies import BufferCopies
 
 _BACKWARD = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 """The actions that run a backward pass. It computes the gradients of weights too, so W has nothing left to do."""
@@ -33,7 +34,8 @@ def _forward_only(schedule: str) -> Generator[None]:
             f"a tensor {x.spec!r} on ranks {x.mesh.process_ids}, which the earlier stage on {mesh.process_ids} reads",
             "a rank runs its part of a microbatch as a whole, so ranks would wait for one another",
             'use schedule "GPipe", or mw.to_static with schedule_mode="auto"; or split the model so that values only '
-            "go forward, with another at= or another order of its layers",
+            "go forward: mw.split_pipeline orders modules by their calls if you pass example=(inputs,), and at= names "
+            "where chunks begin",
         )
 
     token = returns_to.set(refuse)
@@ -62,11 +64,13 @@ class Microbatches:
     ) -> None:
         self.model, self.loss, self.schedule = model, loss, schedule
         self.autocast, self.scaler = autocast, scaler
-        self._stages = stages
+        self._stages, self._copies = stages, BufferCopies(model)
 
     def under(self, autocast: torch.dtype | None, scaler: torch.amp.GradScaler | None) -> Microbatches:
         """Return the same steps with another autocast dtype and another scaler."""
-        return Microbatches(self.model, self.loss, self.schedule, self._stages, autocast, scaler)
+        steps = Microbatches(self.model, self.loss, self.schedule, self._stages, autocast, scaler)
+        steps._copies = self._copies
+        return steps
 
     def __call__(self, *batch: TorchValue) -> Tensor:
         """Return the mean loss of all microbatches of a batch. Raises RewriteError if their sizes would differ."""
@@ -108,7 +112,7 @@ class Microbatches:
                     (loss if self.scaler is None else self.scaler.scale(loss)).backward()
                     after_backward(m)
                 else:
-                    with self._autocast(), self._one_way():
+                    with self._autocast(), self._one_way(), self._copies.during():
                         running[m] = self._loss_of(given[m]) / count
                     total = running[m].detach() + total
         return total

@@ -191,13 +191,16 @@ def buffers_of(captured: Capture) -> dict[str, Tensor]:
     return {slot.name: slot.tensor for slot in captured.slots if not slot.is_parameter}
 
 
-def _numbers_of(first: Capture, kept: Sequence[Tensor]) -> list[Tensor] | None:
-    """Return real tensors for fake tensors that Python objects keep; None if one depends on parameters or the batch."""
+def _numbers_of(first: Capture, kept: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return real tensors for fake ones that Python objects keep, and None for those without known numbers.
+
+    These depend on parameters, on the batch, or on random numbers.
+    """
     recording = first.recording
     assert recording is not None
     values = [recording.value_of(x) for x in kept]
     known = constant_values(first.program, buffers_of(first))
-    return [full_tensor(known[v]) for v in values] if all(v in known for v in values) else None
+    return [full_tensor(known[v]) if v in known else None for v in values]
 
 
 def _capture_once(
@@ -225,6 +228,7 @@ def _capture_once(
         with stage.watching():
             out = called(call, args)
         assigned = _replaced_buffers(slots, fakes)
+        _check_gradients_wanted(slots, fakes)
     outputs = recording.tree_of(out)
     values = {id(f): recording.inputs[i].value for i, f in enumerate(fakes)}
     writes = dict(recording.written()) | {values[id(old)]: recording.value_of(new) for old, new in assigned}
@@ -254,6 +258,19 @@ def _replaced_buffers(slots: Sequence[ModelTensor], fakes: Sequence[Tensor]) -> 
                 )
             found.append((fake, new))
     return found
+
+
+def _check_gradients_wanted(slots: Sequence[ModelTensor], fakes: Sequence[Tensor]) -> None:
+    """Raise SideEffectError if the forward pass changed, for good, which parameters and buffers require gradients."""
+    for slot, fake in zip(slots, fakes, strict=True):
+        if fake.requires_grad != slot.tensor.requires_grad:
+            raise SideEffectError(
+                "capturing the forward pass",
+                f"the forward pass calls {slot.name}.requires_grad_({fake.requires_grad}), and leaves it so",
+                "a program computes gradients of the parameters that require one when it is recorded",
+                f"call {slot.name}.requires_grad_({fake.requires_grad}) before the step; or switch it back before "
+                "forward returns",
+            )
 
 
 def _fake_batch(stage: CaptureEnvironment, batch: tuple[TorchValue, ...]) -> TorchValue:

@@ -31,7 +31,7 @@ from meshwright.tensor import (
 )
 
 from .._errors import CaptureError, capture_error
-from ..guards import unobserved, unobserved_if_torchs
+from ..guards import check_not_kept, unobserved, unobserved_if_torchs
 from ..program.effects import is_random_operator, writes_to
 from ..program.node import Node, Origin
 from ..program.program import Role
@@ -228,6 +228,7 @@ class CaptureEnvironment:
         """Run an operator. Random operators, and those with symbolic sizes or large results, return fake tensors."""
         leaves = list(leaves_in((args, kwargs)))
         _check_whole(leaves)
+        check_not_kept(leaves, op)
         with interception_off():
             self.outside.note(written_by(op, args, kwargs), self.recording.made)
             if self.outside.stands_in(op, (args, kwargs)):

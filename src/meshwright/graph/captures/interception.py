@@ -20,6 +20,7 @@ from meshwright.layout import TorchValue, user_frame
 from meshwright.tensor import Opaque, functions_passed_to, tensors_in
 
 from .._errors import CaptureError, capture_error
+from ..guards import check_not_kept
 from ..torch_hooks import FakeTensor, backward_hooks_of_all
 
 
@@ -108,12 +109,19 @@ class _Calls(TorchFunctionMode):
         self, func: Callable[..., TorchValue], types: TorchValue, args: TorchValue = (), kwargs: TorchValue = None
     ) -> TorchValue:
         kwargs = kwargs or {}
+        check_not_kept(args, func)
         if func is Tensor.register_hook:
             x, fn = (*args, *kwargs.values())
             handle: RemovableHandle = func(x, fn)  # refuses what torch refuses
             handle.remove()
             self.note(Hook(fn), (x,), lambda: None)
             return RemovableHandle(OrderedDict[int, Any]())
+        if func in _SWITCHES and isinstance(args[0], nn.Parameter) and not isinstance(args[0], FakeTensor):
+            raise capture_error(
+                "requires_grad_() of a parameter that Python holds beside the model's modules",
+                "the modules hold other tensors during the capture, so the call would have no effect",
+                "read the parameter from its module: for p in self.layer.parameters(): p.requires_grad_(False)",
+            )
         if func in _REFUSED:
             raise capture_error(
                 f"a use of {_REFUSED[func]}",
@@ -124,6 +132,9 @@ class _Calls(TorchFunctionMode):
 
 
 _GRAD: TorchValue = Tensor.grad
+_REQUIRES_GRAD: TorchValue = Tensor.requires_grad
+_SWITCHES = (Tensor.requires_grad_, _REQUIRES_GRAD.__set__)
+"""Functions that change whether a tensor requires a gradient."""
 _REFUSED: dict[Callable[..., TorchValue], str] = {
     Tensor.backward: "backward()",
     Tensor.retain_grad: "retain_grad()",

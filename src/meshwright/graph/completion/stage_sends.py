@@ -1,6 +1,7 @@
 """Sends between pipeline stages in a captured program: every operand moves to the mesh of the node that reads it.
 
-A node runs on one of the meshes of its operands: the one that a `reshard` reached last in program order. An operand on
+A node runs on one of the meshes of its operands: the one that a `reshard` reached last in program order. A node that
+computes the new value of a parameter or buffer runs on the mesh of that tensor, as in eager mode. An operand on
 another mesh is sent to that mesh once, with its layout unchanged. A value computed from plain leaves of the batch alone
 is on no mesh. It is computed once for each mesh that reads it, because every rank has the whole batch. Constants are
 on every rank as well. Random numbers on no mesh are drawn for the stage that reads them first.
@@ -66,12 +67,13 @@ def _assigned_meshes(program: Program) -> tuple[MeshOfValue, set[Value]]:
     """
     meshes: MeshOfValue = {i.value: i.spec.mesh for i in program.inputs if i.spec is not None}
     free = {i.value for i in program.inputs if i.role == "batch" and i.spec is None}
+    homes = _homes_of_new_values(program, meshes)
     reached: dict[ProcessMesh, int] = {}
     reads: list[tuple[Node, ProcessMesh]] = []
     for number, node in enumerate(program.nodes):
         if isinstance(node.op, ReshardMark):
             reached[node.op.mesh] = number
-        target = _mesh_of_node(node, meshes, reached)
+        target = _mesh_of_node(node, meshes, reached, homes)
         if target is not None:
             meshes.update(dict.fromkeys(node.outs, target))
             reads.append((node, target))
@@ -82,13 +84,26 @@ def _assigned_meshes(program: Program) -> tuple[MeshOfValue, set[Value]]:
     return meshes, free
 
 
-def _mesh_of_node(node: Node, meshes: MeshOfValue, reached: Mapping[ProcessMesh, int]) -> ProcessMesh | None:
-    """Return the mesh of a mark or of the node's written operands, else the operands' mesh that was reached last."""
+def _homes_of_new_values(program: Program, meshes: MeshOfValue) -> MeshOfValue:
+    """Return the mesh of the parameter or buffer for each value that becomes its new value."""
+    return {v: meshes[x] for x, v in program.writes if x in meshes}
+
+
+def _mesh_of_node(
+    node: Node, meshes: MeshOfValue, reached: Mapping[ProcessMesh, int], homes: Mapping[Value, ProcessMesh]
+) -> ProcessMesh | None:
+    """Return the mesh of a mark or of the tensors that the node writes, else the operands' mesh that was reached last.
+
+    `homes` has the mesh of the parameter or buffer whose new value a value is.
+    """
     if isinstance(node.op, ReshardMark):
         return node.op.mesh
-    written = [v for v in _written_operands(node) if v in meshes]
-    found = dict.fromkeys(meshes[v] for v in written or node.ins if v in meshes)
-    return max(found, key=lambda mesh: reached.get(mesh, -1), default=None)
+    given = dict.fromkeys(meshes[v] for v in node.ins if v in meshes)
+    renewed = [homes[v] for v in node.outs if homes.get(v) in given]
+    if renewed:
+        return renewed[0]
+    written = dict.fromkeys(meshes[v] for v in _written_operands(node) if v in meshes)
+    return max(written or given, key=lambda mesh: reached.get(mesh, -1), default=None)
 
 
 def _written_operands(node: Node) -> Iterator[Value]:

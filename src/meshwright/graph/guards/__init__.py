@@ -4,6 +4,7 @@ In reading order:
 
     trusted_libraries    libraries whose code is trusted: values that they read are not guarded
     executed             collection of the code that runs while a program is recorded
+    kept_tensors         tensors that a captured pass leaves in attributes
     slots                slots that hold values read by code, with their stored values
     object_kinds         kinds of objects: which references are followed and which values are read
     reachable_slots      search for all slots that code can read, from some roots
@@ -16,6 +17,7 @@ In reading order:
 from .executed import Executed, executed_code, observed, unobserved, unobserved_if_torchs
 from .fast_comparison import FastComparison
 from .guards import Guards, PassComparison, ReadSlots, RepeatableCall, check_repeatable, side_effect
+from .kept_tensors import check_not_kept
 from .object_kinds import global_hooks
 from .reachable_slots import OPTIMIZER, OWN, STEP_HOOKS
 from .slots import is_plain
@@ -32,6 +34,7 @@ __all__ = [
     "PassComparison",
     "ReadSlots",
     "RepeatableCall",
+    "check_not_kept",
     "check_repeatable",
     "class_text",
     "code_text",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -21,9 +22,10 @@ from meshwright.tensor import map_tensors, tensors_in
 from .._errors import SideEffectError
 from ..torch_hooks import FakeTensor
 from .executed import Executed, executed_code, writes
+from .kept_tensors import KeptTensor
 from .object_equivalence import are_twins
 from .reachable_slots import LAYER_HOOKS, NUMBERED_HOOKS, Reach, any_name
-from .slots import Change, ContainerSlot, NamespaceSlot, Slot
+from .slots import Change, ContainerSlot, NamespaceSlot, Slot, content, same_content
 
 T = TypeVar("T")
 _NOTHING: Mapping[str, Any] = {}
@@ -94,8 +96,7 @@ class _Restored:
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self.guards, self.drawn = Guards.of(roots), _generators()
-        layers = dict.fromkeys(m for root in roots.values() if isinstance(root, nn.Module) for m in root.modules())
-        self.attributes = [NamespaceSlot("", vars(layer), tuple(vars(layer)), any_name, layer) for layer in layers]
+        self.attributes = [*_attributes(roots)]
 
     def moved(self) -> str | None:
         """Return the name of a library whose random generator advanced, or None."""
@@ -109,18 +110,25 @@ class _Restored:
         _set_generators(self.drawn)
 
 
+def _attributes(roots: Mapping[str, Any]) -> Iterator[NamespaceSlot]:
+    """Yield a slot for all attributes of each layer."""
+    layers = {m: name for root in roots.values() if isinstance(root, nn.Module) for name, m in root.named_modules()}
+    for layer, name in layers.items():
+        yield NamespaceSlot(f"{name}." if name else "", vars(layer), tuple(vars(layer)), any_name, layer)
+
+
 @dataclass(frozen=True, slots=True)
 class PassComparison(Generic[T]):
     """Functions by which `check_repeatable` compares the passes of a call.
 
     `alike` is True if two passes gave the same. `known` is True if two passes of an earlier call of the same code gave
-    the same as this pass. `numbers_of` returns real tensors for the fake ones that Python keeps of a pass, or None if
-    these have no numbers. `asked_by` returns the tensors whose numbers Python read through what a pass gave.
+    the same as this pass. `numbers_of` returns real tensors for the fake ones that Python keeps of a pass, and None for
+    those without numbers. `asked_by` returns the tensors whose numbers Python read through what a pass gave.
     """
 
     alike: Callable[[T, T], bool]
     known: Callable[[T, Executed], bool]
-    numbers_of: Callable[[T, Sequence[Tensor]], Sequence[Tensor] | None]
+    numbers_of: Callable[[T, Sequence[Tensor]], Sequence[Tensor | None]]
     asked_by: Callable[[T], Sequence[Tensor]] = lambda _: ()
 
 
@@ -185,10 +193,15 @@ def check_repeatable(
         _check_outside(ran, asked)
         settled = {change[0]: change for change in before.guards.changes()}
         if not settled and (not any(writes(code) for code in ran.installed()) or how.known(first, ran)):
+            _replace_fakes(_attributes(roots), first, how)
             return RepeatableCall(first, ran, ReadSlots(guards, seen))
-        between = _after_first(all_roots, ran, first, how, guards)
+        is_kept = _replace_fakes([*guards.slots, *_attributes(roots)], first, how)
+        between = Guards.of(all_roots, ran) if is_kept else guards
         _check_real(between, asked)
-        second, again = _run_again(run, between, before, settled, asked)
+        second, again = _run_again(run, before, asked)
+        if is_kept:
+            _replace_fakes([*Guards.of(all_roots, ran).slots, *_attributes(roots)], second, how)
+        _check_unchanged(between, settled, asked)
         if settled and not how.alike(first, second):
             raise side_effect(asked, *next(iter(settled.values())))
     except BaseException:
@@ -202,20 +215,22 @@ def check_repeatable(
     return RepeatableCall(second, ran, None)
 
 
-def _after_first(roots: Mapping[str, Any], ran: Executed, first: T, how: PassComparison[T], found: Guards) -> Guards:
-    """Replace fake tensors that Python keeps of the first pass, in the places `found`, by real ones.
+def _replace_fakes(slots: Iterable[Slot], gave: T, how: PassComparison[T]) -> bool:
+    """Replace fake tensors that Python keeps of a pass: by real ones, or by KeptTensors where they have no numbers.
 
-    Return the guards after that.
+    Return True if there were any.
     """
-    places = [(slot, key, value) for slot in found.slots for key, value in slot.values() if _has_fakes(value)]
+    places = [(slot, key, value) for slot in slots for key, value in slot.values() if _has_fakes(value)]
     kept = {id(x): x for _, _, value in places for x in _fakes_in(value)}
-    numbers = how.numbers_of(first, list(kept.values())) if kept else None
-    if numbers is None:
-        return found
-    real = dict(zip(kept, numbers, strict=True))
+    real = dict(zip(kept, how.numbers_of(gave, list(kept.values())), strict=True)) if kept else {}
+
+    def stand_in(x: Tensor, label: str) -> Tensor:
+        number = real.get(id(x), x)
+        return KeptTensor.at(label) if number is None else number
+
     for slot, key, value in places:
-        slot.put(key, map_tensors(lambda x: real.get(id(x), x), value))
-    return Guards.of(roots, ran)
+        slot.put(key, map_tensors(partial(stand_in, label=f"{slot.label}{key}"), value))
+    return bool(places)
 
 
 def _has_fakes(value: object) -> bool:
@@ -228,17 +243,27 @@ def _fakes_in(value: object) -> Iterator[Tensor]:
         yield from (x for x in tensors_in(value) if issubclass(type(x), FakeTensor))
 
 
-def _run_again(
-    run: Callable[[], T], between: Guards, before: _Restored, settled: Mapping[str, Change], asked: str
-) -> tuple[T, Executed]:
-    """Return what one more call gives, and the code that ran. Raise SideEffectError if it changes something."""
+def _run_again(run: Callable[[], T], before: _Restored, asked: str) -> tuple[T, Executed]:
+    """Return what one more call gives, and the code that ran. Raise SideEffectError if it draws random numbers."""
     with executed_code() as again:
         found = run()
     _check_generators(before, asked)
-    change = next(between.changes(), None)
+    return found, again
+
+
+def _check_unchanged(between: Guards, settled: Mapping[str, Change], asked: str) -> None:
+    """Raise SideEffectError if the second call changed something."""
+    change = next((c for c in between.changes() if not _is_made_anew(c[1], c[2])), None)
     if change is not None:
         raise side_effect(asked, *settled.get(change[0], change))
-    return found, again
+
+
+def _is_made_anew(before: object, after: object) -> bool:
+    """True for two lists or dicts that hold the same objects and KeptTensors: each pass makes a new one."""
+    if type(before) is not type(after) or type(before) not in (list, dict):
+        return False
+    held = content(before)
+    return same_content(held, content(after)) and any(isinstance(x, KeptTensor) for x in held)
 
 
 def _check_generators(before: _Restored, asked: str) -> None:
@@ -284,7 +309,9 @@ def side_effect(asked: str, what: str, before: object, after: object, fix: str =
 
 
 def _short_text(value: object) -> str:
-    text = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    if isinstance(value, Tensor) and not isinstance(value, KeptTensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
     return text if len(text) < 80 else text[:77] + "..."
 
 

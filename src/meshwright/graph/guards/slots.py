@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..torch_hooks import interception_off, no_modes
+from .kept_tensors import KeptTensor
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda _: "nothing", "__slots__": ()})()
 PLAIN = frozenset(
@@ -71,6 +72,8 @@ def same(a: object, b: object) -> bool:
         return len(a) == len(b) and (all(map(is_, a, b)) or all(map(same, a, b)))
     if kind is frozenset:
         return a == b
+    if isinstance(a, KeptTensor) and isinstance(b, KeptTensor):
+        return a.label == b.label
     if isinstance(a, _METHODS) and isinstance(b, _METHODS):
         return a.__self__ is b.__self__ and a == b
     return False

@@ -76,6 +76,8 @@ class Recording:
     forgets: bool = False
     detached_writes: list[DetachedWrite] = field(default_factory=list[DetachedWrite])
     _given: list[tuple[Input, Tensor]] = field(default_factory=list[tuple[Input, Tensor]])
+    _needed_gradient: dict[int, Input] = field(default_factory=dict[int, Input])
+    _without_gradient: dict[Value, Value] = field(default_factory=dict[Value, Value])
 
     def add_input(
         self,
@@ -90,6 +92,8 @@ class Recording:
         value = Value.of(self.names.fresh(name.replace(".", "_")), x)
         self.inputs.append(Input(value, role, name, spec, source, frozen=frozen))
         self._given.append((self.inputs[-1], x))
+        if x.requires_grad or frozen:
+            self._needed_gradient[id(x)] = self.inputs[-1]
         self._bind(x, Cell(value, TensorMemory(), x))
         return value
 
@@ -115,11 +119,32 @@ class Recording:
 
         Raises CaptureError for an unseen tensor that is fake or requires gradients.
         """
+        value = self._latest_value(x)
+        given = self._needed_gradient.get(id(x)) if self.above else None
+        return value if given is None or x.requires_grad is not given.frozen else self._switched(x, given, value)
+
+    def _latest_value(self, x: Tensor) -> Value:
         cell = self._find(x)
         if cell is not None:
             return (_cell_before_saving(x, cell) if self.above else cell).read(self._node)
         _check_constant(x, self.above)
         return self.add_input(x, "constant", "constant", source=x)
+
+    def _switched(self, x: Tensor, given: Input, value: Value) -> Value:
+        """Return the value of an input for which the code that is recorded switched the gradient off.
+
+        Raises CaptureError if the code switched the gradient of a frozen parameter on.
+        """
+        if given.frozen:
+            raise CaptureError(
+                f"recording {user_frame() or 'a program'}",
+                f"requires_grad_() of {given.name}, which was frozen before the call",
+                "a program computes gradients of the parameters that require one when it is recorded",
+                f"call requires_grad_() of {given.name} before the step, and x.detach() on values without gradients",
+            )
+        if value not in self._without_gradient:
+            self._without_gradient[value] = self._node(aten.detach.default, (value,), {}, x)
+        return self._without_gradient[value]
 
     def is_constant(self, value: Value) -> bool:
         """True if a value depends on constants alone, and on no random numbers."""
@@ -161,7 +186,7 @@ class Recording:
 
     def written(self) -> tuple[tuple[Value, Value], ...]:
         """Return the inputs that were written to, and their final values."""
-        found = [(given.value, self.value_of(x)) for given, x in self._given]
+        found = [(given.value, self._latest_value(x)) for given, x in self._given]
         return tuple((x, v) for x, v in found if x is not v)
 
     def tree_of(self, tree: TorchValue) -> TorchValue:

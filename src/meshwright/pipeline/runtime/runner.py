@@ -161,9 +161,10 @@ class PipelineRun:
         self._row, self._used = tuple(entry for entry, _ in steps), [version for _, version in steps]
         self._ways = tuple(map(schedule.way_of, range(schedule.microbatches)))
         known = _known_before(copies, self.inputs, intake)
-        self._drops = _drops(self._row, self._parts, known)
+        self._before = _read_before_renewal(copies, self._parts)
+        self._drops = _drops(self._row, self._parts, known.difference(*self._before))
         self._rehearsal = rehearsal(self._row, copies, known)
-        self._same = _buffers(self.inputs)
+        self._same = _changing_inputs(self.inputs, {x for parts in copies for x, _ in parts.renewed})
         self._renewed = tuple(dict.fromkeys(self._same.get(x, (x,))[0] for parts in copies for x, _ in parts.renewed))
         self.writes = (*self._renewed, *self._epilogue.writes)
         self._read = {v for part in self._parts.values() for v in part.reads} & known - self._same.keys()
@@ -194,6 +195,8 @@ class PipelineRun:
                 part, way, held = self._parts[copy, place], self._ways[m], step.held[m]
                 with here.seen.doing("pipeline", f"{place.part}{m}.{place.chunk} {part.layers}"):
                     known = step.versions.values_for(n, base)
+                    for x in self._before[copy]:
+                        held.setdefault(x, base[x])
                     _act(part, known, held, step.totals, m, here, lambda tag, m=m, way=way: (tag * 2 + way) * count + m)
                 for x, v in part.renewed:
                     base.update(dict.fromkeys(self._same.get(x, (x,)), held[v]))
@@ -261,6 +264,17 @@ def _parts_of_actions(
     return found
 
 
+def _read_before_renewal(copies: Sequence[RankParts], parts: Mapping[tuple[int, PartPlace], _Part]) -> list[set[Value]]:
+    """Return, for each copy, the tensors that a microbatch renews, and that its later parts read as they were before.
+
+    Later microbatches renew them too before that.
+    """
+    found: list[set[Value]] = [{x for x, _ in copy.renewed} for copy in copies]
+    for at, renewed in enumerate(found):
+        renewed &= {v for (copy, place), part in parts.items() if copy == at and place.part != "F" for v in part.reads}
+    return found
+
+
 def _known_before(copies: Sequence[RankParts], inputs: Sequence[Input], intake: MicrobatchInputs) -> set[Value]:
     """Return the values that are known before the microbatches: results of the programs before them, and inputs."""
     once = {v for parts in copies for v in parts.gives[PROLOGUE]}
@@ -288,11 +302,15 @@ def _act(
         message.send(held, here, tag(message.crossing.tag))
 
 
-def _buffers(inputs: Sequence[Input]) -> Mapping[Value, tuple[Value, ...]]:
-    """Map each input that is a buffer to the inputs for the same buffer in all copies of the model."""
+def _changing_inputs(inputs: Sequence[Input], renewed: Collection[Value]) -> Mapping[Value, tuple[Value, ...]]:
+    """Map each input for a buffer, or for a parameter in `renewed`, to all inputs for the same tensor.
+
+    Each copy of the model has its own, and so has the update.
+    """
+    parameters = {given.name for given in inputs if given.value in renewed}
     named: dict[str, tuple[Value, ...]] = {}
     for given in inputs:
-        if given.role == "buffer":
+        if given.role == "buffer" or (given.role == "parameter" and given.name in parameters):
             named[given.name] = (*named.get(given.name, ()), given.value)
     return {v: same for same in named.values() for v in same}
 
@@ -394,5 +412,9 @@ def check_fits(schedule: Schedule, stages: Stages) -> None:
         return
     found = f"chunks on stages {' and '.join(map(str, schedule.ways))}"
     why = f"the model's marks put its chunks on stages {stages.way}"
-    write = "use a schedule with the model's placement, or mark the model as the schedule: docs/concepts/pipeline.md"
+    write = (
+        'with mw.to_static, set schedule_mode="auto"; or mark the model as the schedule, with values that only go '
+        "forward: mw.split_pipeline orders modules by their calls if you pass example=(inputs,), and at= names where "
+        "chunks begin"
+    )
     raise StageError(f"schedule {schedule.name!r}", found, why, write)

@@ -23,6 +23,7 @@ from ..conversion.joint_gather import trained_leaf
 from ..conversion.local_parts import whole_local
 from ..conversion.pending_gradients import deferring, flush, flush_read, forget, pending
 from ..conversion.saved_operands import keep_up
+from ..conversion.stage_order import is_world, stages_of
 from ..core.computation_numbers import add_number
 from ..core.dist_tensor import DistTensor, as_part
 from ..core.handler_registry import handles
@@ -150,6 +151,8 @@ def _grad(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: 
         return _grad_of_each(given)
     inputs = list(map(trained_leaf, _as_list(given["inputs"])))
     specs = [_spec_of_input(x) for x in inputs]
+    if given.get("create_graph") and None in specs:
+        _check_one_stage(_as_list(given["outputs"]))
     check_no_edges(_as_list(given["outputs"]))
     read_shared()
     keep_up()
@@ -167,6 +170,18 @@ def _grad(func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: 
             accumulate_grad=False,
         )
     return tuple(_returned(g, x, spec, zeros) for g, x, spec in zip(grads, inputs, specs, strict=True))
+
+
+def _check_one_stage(outputs: Sequence[Tensor]) -> None:
+    """Raise OperationError if a derivative for a plain tensor, which is differentiated again, ends in a stage."""
+    specs = [x._spec for x in outputs if isinstance(x, DistTensor)]
+    if specs and not is_world(specs[0].mesh) and stages_of({spec.mesh for spec in specs}) is not None:
+        raise OperationError(
+            "torch.autograd.grad(create_graph=True) for a plain tensor, through the stages of a pipeline",
+            f"the differentiated value {specs[0]!r} on ranks {specs[0].mesh.process_ids}",
+            "ranks of different stages would go through the second backward pass in different orders",
+            "use mw.to_static, whose program holds both backward passes; or differentiate values of one stage only",
+        )
 
 
 def _spec_of_input(x: Tensor | GradientEdge) -> Spec | None:

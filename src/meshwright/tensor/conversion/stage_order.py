@@ -10,21 +10,21 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import count
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from meshwright.comm import world_ranks
-from meshwright.layout import Layout, ProcessMesh
+from meshwright.layout import Layout, ProcessMesh, replicated
 
 from .._errors import MixedMeshError
 from .._torch_call import Arguments, NamedArguments
-from ..core.dist_tensor import DistTensor, rank_or_none
+from ..core.dist_tensor import DistTensor, pipelines, rank_or_none
 from ..core.tree import map_tensors, tensors_in
 from ..torch_hooks import OperatorPacket
 from .checkpointed_moves import note_arrival
-from .distribute import redistribute
+from .distribute import as_dist_tensor, redistribute
+from .local_parts import spec_of_whole
 from .python_values import gather_everywhere
 
 _SEVERAL_MESHES = ("__set__", "backward", "grad", "_make_dual", "_amp_", "_foreach_", "_fused_")
@@ -54,7 +54,7 @@ class StageOrder:
         self._came = dict.fromkeys(meshes, 0)
         self._sent: dict[tuple[int, int, ProcessMesh, bool], tuple[Tensor, Tensor]] = {}
         self._depth = 0
-        _known.add(self)
+        pipelines.add(self)
 
     def has(self, meshes: Collection[ProcessMesh]) -> bool:
         """True if all of these are meshes of stages."""
@@ -103,8 +103,10 @@ class StageOrder:
             note_arrival(self._sent[key][1])
         return self._sent[key][1]
 
-    def sent(self, x: DistTensor, mesh: ProcessMesh) -> Tensor:
+    def sent(self, x: Tensor, mesh: ProcessMesh) -> Tensor:
         """Return `x` on the mesh of a stage, in its own layout; pending sums are reduced."""
+        if not isinstance(x, DistTensor):
+            return self.once(x, mesh, lambda: from_all_ranks(x, mesh))
         return self.once(x, mesh, lambda: redistribute(x, mesh, Layout(x._spec.layout.dims)))
 
 
@@ -112,37 +114,58 @@ def _time_of(found: tuple[int, ProcessMesh]) -> int:
     return found[0]
 
 
-_known: WeakSet[StageOrder] = WeakSet()
-
-
 def stages_of(meshes: Collection[ProcessMesh]) -> StageOrder | None:
     """Return the pipeline of the calling rank with these stages; of several, the one that ran last."""
     rank = rank_or_none()
-    found = [order for order in list(_known) if order.rank == rank and order.has(meshes)]
+    found = [order for order in list[StageOrder](pipelines) if order.rank == rank and order.has(meshes)]
     return max(found, key=lambda order: order.latest(meshes)[0], default=None)
 
 
 def on_latest_stage(name: str, args: Arguments, kwargs: NamedArguments) -> tuple[Arguments, NamedArguments] | None:
     """Return the arguments of a call on one mesh if they are on several stages of a pipeline; else None.
 
-    A function that writes to an argument runs on the mesh of that argument.
+    A function that writes to an argument runs on the mesh of that argument. Plain tensors that need a gradient are
+    brought to this mesh too, because every rank holds them, and needs their gradient.
 
     Raises:
         MixedMeshError: the function writes to arguments on several meshes.
     """
-    tensors = [t for t in tensors_in((args, kwargs)) if isinstance(t, DistTensor)]
-    meshes = dict.fromkeys(t._spec.mesh for t in tensors)
-    if len(meshes) < 2 or name.startswith(_SEVERAL_MESHES):
+    tensors = list(tensors_in((args, kwargs)))
+    meshes = dict.fromkeys(t._spec.mesh for t in tensors if isinstance(t, DistTensor))
+    is_on_all_ranks = any(map(_needs_gradient_everywhere, tensors))
+    if (len(meshes) < 2 and not is_on_all_ranks) or name.startswith(_SEVERAL_MESHES):
         return None
     order = stages_of(meshes)
-    if order is None:
+    if order is None or (len(meshes) < 2 and is_world(next(iter(meshes)))):
         return None
     target = _mesh_of_written(name, args, kwargs) or order.latest(meshes)[1]
 
     def bring(x: Tensor) -> Tensor:
-        return order.sent(x, target) if isinstance(x, DistTensor) and x._spec.mesh is not target else x
+        is_elsewhere = x._spec.mesh is not target if isinstance(x, DistTensor) else _needs_gradient_everywhere(x)
+        return order.sent(x, target) if is_elsewhere else x
 
     return map_tensors(bring, args), map_tensors(bring, kwargs)
+
+
+def _needs_gradient_everywhere(x: Tensor) -> bool:
+    """True for a plain tensor with a gradient: every rank of the world holds it, so every rank needs its gradient."""
+    return not isinstance(x, DistTensor) and torch.is_grad_enabled() and x.requires_grad
+
+
+def is_world(mesh: ProcessMesh) -> bool:
+    """True if every rank of the world is in the mesh."""
+    return mesh.size == len(world_ranks())
+
+
+def from_all_ranks(x: Tensor, mesh: ProcessMesh) -> Tensor:
+    """Return a plain tensor with a gradient on the mesh of a stage; every rank gets its gradient. Return others as is.
+
+    Every rank of the world holds the plain tensor.
+    """
+    if is_world(mesh) or not _needs_gradient_everywhere(x):
+        return x
+    world = ProcessMesh(world_ranks(), ["world"])
+    return redistribute(as_dist_tensor(x.view_as(x), spec_of_whole(x, world)), mesh, replicated(x.dim()))
 
 
 def whole_for_plain_target(
@@ -169,8 +192,7 @@ def whole_for_plain_target(
 
 def _are_stages(meshes: Collection[ProcessMesh]) -> bool:
     """True if some of these meshes lack a rank of the world, and all of them are stages of a pipeline."""
-    world = len(world_ranks())
-    return any(mesh.size != world for mesh in meshes) and stages_of(meshes) is not None
+    return not all(map(is_world, meshes)) and stages_of(meshes) is not None
 
 
 def _mesh_of_written(name: str, args: Arguments, kwargs: NamedArguments) -> ProcessMesh | None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from copy import deepcopy
 from typing import Any, NoReturn, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,9 @@ Dispatch = Callable[[TorchValue, TorchValue, TorchValue, TorchValue, Signature |
 PLANS = Cache[Hashable, Run](8192)
 """Signature of a call → its plan. An entry takes about 20 KB; a training step has some hundred."""
 
+
+pipelines = WeakSet[Any]()
+"""The pipelines in this process, each a `StageOrder`."""
 
 local_shape: Callable[[Tensor], torch.Size] = getattr(Tensor.shape, "__get__")  # noqa: B009 - stubs: a torch.Size
 """Return the shape of the local part; call it with interception off."""
@@ -353,6 +357,8 @@ def _mark_other(value: object) -> Hashable:
 def _mark_tensor(value: Tensor) -> Hashable:
     """Return the mark of a tensor: a spec, or the shape and dtype of a plain dense tensor.
 
+    A plain tensor with a gradient counts apart if there are pipelines, whose stages send the gradient to all ranks.
+
     Raises _NoSignature for other plain tensors, and inside a backward pass, where each call is checked again.
     """
     if isinstance(value, DistTensor):
@@ -362,7 +368,9 @@ def _mark_tensor(value: Tensor) -> Hashable:
             return value._spec
     elif backward_running() == -1 and type(value) in (Tensor, nn.Parameter):
         if value.layout is torch.strided and not value.is_nested and not is_batched(value):
-            return (Tensor, value.shape, value.dtype, None if value.is_contiguous() else value.stride())
+            strides = None if value.is_contiguous() else value.stride()
+            in_pipeline = value.requires_grad and torch.is_grad_enabled() and len(pipelines) > 0
+            return (Tensor, value.shape, value.dtype, strides, in_pipeline)
     raise _NoSignature
 
 

@@ -162,7 +162,8 @@ def like_random(func: TorchFunction, types: Sequence[type], args: TorchValue, kw
     spec = _without_pending_terms(x._spec)
     with no_interception():
         local, spec = _draw_part(x, spec, draw)
-    return make_absent([spec], [x])[0] if x._away else as_part(local, spec)
+        shape_only = x.detach()
+    return make_absent([spec], [shape_only])[0] if x._away else as_part(local, spec)
 
 
 def _like_draw(func: TorchFunction, args: TorchValue, kwargs: dict[str, TorchValue]) -> tuple[TorchValue, Draw]:
