@@ -39,8 +39,8 @@ def split_pipeline(
 ) -> nn.Module:
     """Put the layers of `model` on the stages of `mesh` along `axis`; returns the same module.
 
-    A chunk begins at each module that `at` names, in the order of registration. Without names, the layers of the
-    longest list are divided so that the most expensive chunk costs least. The cost is the operations of a forward pass
+    A chunk begins at each module that `at` names, in the order of registration; at a list, with its first layer. Without
+    names, the layers of the longest list are divided so that the most expensive chunk costs least. The cost is the operations of a forward pass
     of `example`, which is captured and not run, or else parameters. `way` has the stage of each chunk; the default is
     one chunk per stage.
 
@@ -60,8 +60,12 @@ def split_pipeline(
     """
     stages = mesh.get_dim_size(axis)
     way = tuple(range(stages)) if way is None else tuple(way)
-    layers = _layers(model)
-    starts = list(at) if at is not None else even_starts(layers, costs_of(model, example), len(way))
+    layers = _layers(model, at or ())
+    starts = (
+        [_first_inside(name, layers) for name in at]
+        if at is not None
+        else even_starts(layers, costs_of(model, example), len(way))
+    )
     _check(starts, layers, way, stages)
     order = StageOrder(mesh[axis, stage] for stage in range(stages))
     shared, homes = _SharedParameters(), dict[str, ProcessMesh]()
@@ -155,24 +159,36 @@ def _keep_order(model: nn.Module, order: StageOrder) -> None:
     model.register_forward_hook(lambda *_: order.end(), always_call=True)
 
 
-def _layers(model: nn.Module) -> list[str]:
-    """Return the modules of the list with the most parameters, and all modules beside it, in registered order."""
+def _layers(model: nn.Module, at: Sequence[str] = ()) -> list[str]:
+    """Return the modules of the list with the most parameters, and all modules beside it, in registered order.
+
+    Modules around the names in `at` are taken apart too, and a model without a list that only wraps another module.
+    """
     lists = {
         path: m for path, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
     }
     longest = max(lists, key=lambda path: sum(p.numel() for p in lists[path].parameters()), default="")
+    opened = {*_paths_around(longest), longest, *chain.from_iterable(map(_paths_around, at))}
     found: list[str] = []
 
     def walk(path: str) -> None:
-        for name, _ in model.get_submodule(path).named_children():
+        children = dict(model.get_submodule(path).named_children())
+        for name, child in children.items():
             inner = f"{path}.{name}" if path else name
-            if longest == inner or longest.startswith(f"{inner}."):
+            is_wrapped = not lists and len(children) == 1 and any(child.children())
+            if inner in opened or is_wrapped:
                 walk(inner)
             else:
                 found.append(inner)
 
     walk("")
     return found
+
+
+def _first_inside(name: str, layers: Sequence[str]) -> str:
+    """Return the first layer inside the module of this name if the module is no layer itself; else the name."""
+    inside = (layer for layer in layers if layer.startswith(f"{name}."))
+    return name if name in layers else next(inside, name)
 
 
 def costs_of(model: nn.Module, example: Sequence[Any] | None = None) -> Costs:
