@@ -39,10 +39,10 @@ def split_pipeline(
 ) -> nn.Module:
     """Put the layers of `model` on the stages of `mesh` along `axis`; returns the same module.
 
-    A chunk begins at each module that `at` names, in the order of registration; at a list, with its first layer. Without
-    names, the layers of the longest list are divided so that the most expensive chunk costs least. The cost is the operations of a forward pass
-    of `example`, which is captured and not run, or else parameters. `way` has the stage of each chunk; the default is
-    one chunk per stage.
+    A chunk begins at each module that `at` names, in the order of registration; at a list, it begins with the first
+    layer. Without names, the layers of the longest list are divided so that the most expensive chunk costs least. The
+    cost is the operations of a forward pass of `example`, which is captured and not run, or else parameters. `way` has
+    the stage of each chunk; the default is one chunk per stage.
 
     Inputs of a layer are moved to its stage. Plain tensors get the placements `batch` there; distributed ones keep
     their placements. `shard_fn` marks parameters as in `shard_layer`, including those that modules around layers hold.
@@ -61,11 +61,10 @@ def split_pipeline(
     stages = mesh.get_dim_size(axis)
     way = tuple(range(stages)) if way is None else tuple(way)
     layers = _layers(model, at or ())
-    starts = (
-        [_first_inside(name, layers) for name in at]
-        if at is not None
-        else even_starts(layers, costs_of(model, example), len(way))
-    )
+    if at is None:
+        starts = even_starts(layers, costs_of(model, example), len(way))
+    else:
+        starts = [_first_inside(name, layers) for name in at]
     _check(starts, layers, way, stages)
     order = StageOrder(mesh[axis, stage] for stage in range(stages))
     shared, homes = _SharedParameters(), dict[str, ProcessMesh]()
