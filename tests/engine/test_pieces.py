@@ -210,6 +210,25 @@ def in_other_orders(part: Any, x: Tensor) -> Tensor:
     return part(x.view(-1, 2, 4).transpose(0, 1)).transpose(1, 2).contiguous()
 
 
+class Views(nn.Module):
+    """A part whose results are views, each alone in its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.linear(x)
+        return h[:, 8:], (h * 2).transpose(0, 1)
+
+
+def writing_to_views(part: Any, x: Tensor) -> Tensor:
+    first, second = part(x)
+    first[x > 1] = 0.5
+    second.mul_(3)
+    return first.tanh() + second.tanh().transpose(0, 1)[:, :8]
+
+
 class Asked(nn.Module):
     """A module that belongs to two parents."""
 
@@ -281,6 +300,7 @@ def own_forward() -> nn.Module:
     [
         (lambda: Around(Moving()), {"part"}, True),
         (lambda: Around(Tree(), all_of_it), {"part"}, False),
+        (lambda: Around(Views(), writing_to_views), {"part"}, False),
         (
             lambda: Around(nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), one_behind_the_other),
             {"part.0", "part.1"},
@@ -306,6 +326,7 @@ def own_forward() -> nn.Module:
     ids=[
         "buffers",
         "tree",
+        "views",
         "list",
         "writes",
         "inside",

@@ -76,6 +76,8 @@ CASES = [
     (2, {"accumulate_steps": 4}, {}),
     (2, {"accumulate_steps": 2, "schedule_mode": "1F1B"}, {"at": ["layers.1"]}),
     (4, {"accumulate_steps": 4, "schedule_mode": "ZB-H1"}, {"at": ["layers.1", "layers.2", "head"]}),
+    (2, {"accumulate_steps": 2}, {"at": ["layers"]}),
+    (2, {"accumulate_steps": 2}, {"at": ["layers.2.inner.1"]}),
     (2, {"accumulate_steps": 4, "schedule_mode": "ZB-V"}, {"way": (0, 1, 1, 0)}),
     (2, {"accumulate_steps": 4, "schedule_mode": "Interleaved 1F1B"}, {"way": (0, 1, 0, 1)}),
 ]
@@ -209,6 +211,44 @@ def steps_of_lists(stages: int) -> list[Tensor]:
 def test_layers_of_a_list_enter_the_stage_of_the_list() -> None:
     for found in mw.simulate(lambda: steps_of_lists(2), 2):
         torch.testing.assert_close(found, steps_of_lists(0), rtol=1e-5, atol=1e-6)
+
+
+class Plain(nn.Module):
+    """A model without lists, as in a vision library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.middle, self.leave = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.middle(self.enter(x)).relu())
+
+
+class Wrapped(nn.Module):
+    """A model and its loss in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Plain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).square().mean()
+
+
+@pytest.mark.parametrize(("at", "first"), [(None, ["enter"]), (["model.leave"], ["enter", "middle"])])
+def test_a_model_inside_another_module_is_split(at: list[str] | None, first: list[str]) -> None:
+    def step(mesh: mw.ProcessMesh | None) -> tuple[float, list[float], set[str]]:
+        torch.manual_seed(0)
+        model = Wrapped() if mesh is None else mw.split_pipeline(Wrapped(), mesh, at=at)
+        loss = model(torch.ones(2, 8))
+        loss.backward()
+        begun = {n.split(".")[1] for n, p in model.named_parameters() if mesh and p.spec.mesh == mesh["pp", 0]}
+        return loss.item(), [mw.unshard_dtensor(p.grad).sum().item() for p in model.parameters()], begun
+
+    expected = step(None)
+    for loss, grads, begun in mw.simulate(lambda: step(mw.ProcessMesh([0, 1], ["pp"])), 2):
+        assert [loss, *grads] == pytest.approx([expected[0], *expected[1]], rel=1e-5)
+        assert begun == set(first)
 
 
 def drops(stages: int, microbatches: int) -> list[float]:

@@ -310,6 +310,38 @@ def test_sizes_that_depend_on_values_are_sent_to_other_stages() -> None:
         torch.testing.assert_close(found, trained(Experts, False), rtol=1e-5, atol=1e-6)
 
 
+class Lengthened(nn.Module):
+    """Rows are repeated or packed, as plain numbers of each batch say, and are sent to the next stage."""
+
+    def __init__(self, is_packed: bool) -> None:
+        super().__init__()
+        self.is_packed = is_packed
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.is_packed:
+            x = nn.utils.rnn.pack_padded_sequence(x, counts, batch_first=True, enforce_sorted=False).data
+        else:
+            x = torch.repeat_interleave(x[:, 0], counts, 0)
+        return self.last(x).square().sum()
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_plain_values_may_decide_other_sizes_in_each_call(is_packed: bool) -> None:
+    def gradients(mesh: mw.ProcessMesh | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Lengthened(is_packed)
+        if mesh is not None:
+            mw.split_pipeline(model, mesh, at=["last"])
+        for counts in ([1, 3], [2, 3], [1, 1]):
+            model(torch.ones(2, 3, WIDTH), torch.tensor(counts)).backward()
+        return [mw.unshard_dtensor(p.grad) for p in model.parameters()]
+
+    for found in mw.simulate(lambda: gradients(mw.ProcessMesh([0, 1], ["pp"])), 2):
+        torch.testing.assert_close(found, gradients(None), rtol=1e-5, atol=1e-6)
+
+
 class OneMask(Net):
     """All layers of both stages multiply by a value that has a gradient."""
 

@@ -173,6 +173,49 @@ def test_a_buffer_with_another_order_of_microbatches_is_refused() -> None:
         mw.simulate(step, 2)
 
 
+class Averaged(nn.Module):
+    """A moving average of the last stage's output, in a buffer of the model or of its last layer."""
+
+    def __init__(self, in_layer: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        owner = self.last if in_layer else self
+        owner.register_buffer("mean", torch.zeros(4))
+        self.in_layer = in_layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.last(self.first(x))
+        mean = self.last.mean if self.in_layer else self.mean
+        mean += 0.1 * (out.detach().mean(0) - mean)
+        return (out - mean).square().mean()
+
+
+def averages(in_layer: bool, microbatches: int, mesh: mw.ProcessMesh | None) -> list[Tensor]:
+    net = Averaged(in_layer) if mesh is None else mw.split_pipeline(Averaged(in_layer), mesh, at=["last"])
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    x = torch.linspace(-1, 1, 16).view(4, 4)
+    if mesh is None:
+        for part in x.chunk(microbatches):
+            (net(part) / microbatches).backward()
+        optimizer.step()
+    else:
+        options = {"enable": True, "accumulate_steps": microbatches}
+        mw.to_static(net, None, None, optimizer, mw.Strategy.of(pipeline=options))(x)
+    return [mw.unshard_dtensor(x.detach()) for x in net.state_dict().values()]
+
+
+@pytest.mark.parametrize(("in_layer", "microbatches"), [(False, 1), (True, 1), (True, 2)])
+def test_a_later_stage_updates_a_buffer(in_layer: bool, microbatches: int) -> None:
+    for found in mw.simulate(lambda: averages(in_layer, microbatches, mw.ProcessMesh([0, 1], ["pp"])), 2):
+        torch.testing.assert_close(found, averages(in_layer, microbatches, None), rtol=1e-5, atol=1e-6)
+
+
+def test_a_buffer_that_the_next_microbatch_reads_too_early_is_refused() -> None:
+    with pytest.raises(StageError, match="%mean, which chunks 0 and 1 on different ranks"):
+        mw.simulate(lambda: averages(False, 2, mw.ProcessMesh([0, 1], ["pp"])), 2)
+
+
 class Rows(nn.Module):
     """Two products on two stages; the first weight is sharded by rows, so that its result is a pending sum."""
 

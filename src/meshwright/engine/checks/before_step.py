@@ -5,10 +5,11 @@ from __future__ import annotations
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from meshwright.comm import current_communicator, is_compared
-from meshwright.tensor import collectives_of_call, flush, local_parts, renumber_parameters
+from meshwright.tensor import DistTensor, collectives_of_call, flush, local_parts, renumber_parameters
 
 from .comparison_steps import Rhythm, compare_replicas
 from .finite_gradients import should_skip_update
@@ -38,5 +39,10 @@ def before_step(optimizer: Optimizer) -> bool:
     with torch.no_grad(), collectives_of_call("the check of a step", on_all(parameters, group)):
         compare_replicas(rhythm, checks, lambda: [*parameters, *states_of(optimizer, parameters)], step, group)
         with local_parts():
-            grads = {each.name: each.tensor.grad for each in parameters}
+            grads = {each.name: each.tensor.grad for each in parameters if _is_here(each.tensor)}
         return should_skip_update(grads, checks, step, group)
+
+
+def _is_here(x: Tensor) -> bool:
+    """True if this rank has a part of `x`; the numbers of a tensor of another pipeline stage mean nothing here."""
+    return not isinstance(x, DistTensor) or current_communicator().rank in x.spec.mesh

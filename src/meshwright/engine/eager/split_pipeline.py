@@ -39,10 +39,11 @@ def split_pipeline(
 ) -> nn.Module:
     """Put the layers of `model` on the stages of `mesh` along `axis`; returns the same module.
 
-    A chunk begins at each module that `at` names. Without names, the layers of the longest list are divided so that the
-    most expensive chunk costs least. With an `example` batch, whose forward pass is captured and not run, modules are
-    in the order of their calls, and cost their operations. Without it, they are in the order of registration, and cost
-    their parameters. `way` has the stage of each chunk; the default is one chunk per stage.
+    A chunk begins at each module that `at` names; at a list, it begins with the first layer. Without names, the layers
+    of the longest list are divided so that the most expensive chunk costs least. With an `example` batch, whose forward
+    pass is captured and not run, modules are in the order of their calls, and cost their operations. Without it, they
+    are in the order of registration, and cost their parameters. `way` has the stage of each chunk; the default is one
+    chunk per stage.
 
     Inputs of a layer are moved to its stage. Plain tensors get the placements `batch` there; distributed ones keep
     their placements. `shard_fn` marks parameters as in `shard_layer`, including those that modules around layers hold.
@@ -86,9 +87,10 @@ def _layers_and_starts(
     model: nn.Module, run: ExampleRun | None, at: Sequence[str] | None, chunks: int
 ) -> tuple[list[str], list[str]]:
     """Return the layers in their order, and those at which chunks begin, as asked or for even costs."""
-    layers = _layers(model) if run is None else run.ordered(_layers(model))
+    layers = _layers(model, at or ())
+    layers = layers if run is None else run.ordered(layers)
     if at is not None:
-        return layers, list(at)
+        return layers, [_first_inside(name, layers) for name in at]
     return layers, even_starts(layers, costs_of(model) if run is None else run.costs(), chunks)
 
 
@@ -193,26 +195,38 @@ def _keep_order(model: nn.Module, order: StageOrder) -> None:
     model.register_forward_hook(lambda *_: order.end(), always_call=True)
 
 
-def _layers(model: nn.Module) -> list[str]:
-    """Return the modules of the list with the most parameters, and all modules beside it, in registered order."""
+def _layers(model: nn.Module, at: Sequence[str] = ()) -> list[str]:
+    """Return the modules of the list with the most parameters, and all modules beside it, in registered order.
+
+    Modules around the names in `at` are taken apart too, and a model without a list that only wraps another module.
+    """
     lists = {
         path: m for path, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
     }
     longest = max(lists, key=lambda path: sum(p.numel() for p in lists[path].parameters()), default="")
+    opened = {*_paths_around(longest), longest, *chain.from_iterable(map(_paths_around, at))}
     found: list[str] = []
 
     def walk(path: str) -> None:
-        for name, part in model.get_submodule(path).named_children():
-            if isinstance(part, _LISTS_OF_PARAMETERS):
+        children = dict(model.get_submodule(path).named_children())
+        for name, child in children.items():
+            if isinstance(child, _LISTS_OF_PARAMETERS):
                 continue  # the module around the list reads them
             inner = f"{path}.{name}" if path else name
-            if longest == inner or longest.startswith(f"{inner}."):
+            is_wrapped = not lists and len(children) == 1 and any(child.children())
+            if inner in opened or is_wrapped:
                 walk(inner)
             else:
                 found.append(inner)
 
     walk("")
     return found
+
+
+def _first_inside(name: str, layers: Sequence[str]) -> str:
+    """Return the first layer inside the module of this name if the module is no layer itself; else the name."""
+    inside = (layer for layer in layers if layer.startswith(f"{name}."))
+    return name if name in layers else next(inside, name)
 
 
 def even_starts(layers: Sequence[str], costs: Costs, chunks: int) -> list[str]:

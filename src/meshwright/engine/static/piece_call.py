@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -92,7 +93,7 @@ class _Piece(torch.autograd.Function):
         ctx.found, ctx.count = found, len(given)
         ctx.numbers = [None if isinstance(x, Tensor) else x for x in saved]
         ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in saved])
-        flat = _distinct_values(flat, given)
+        flat = _writable_values(_distinct_values(flat, given), given)
         wanted = found.piece.wanted
         ctx.mark_non_differentiable(*[x for n, x in enumerate(flat) if isinstance(x, Tensor) and n not in wanted])
         return tuple(flat)
@@ -142,3 +143,20 @@ def _distinct_values(values: Sequence[Any], given: Sequence[Any]) -> list[Any]:
         found.append(x.view_as(x) if isinstance(x, Tensor) and id(x) in seen else x)
         seen.add(id(x))
     return found
+
+
+def _writable_values(values: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    """Return the values; views that share memory with no argument and no other value become tensors of their own.
+
+    Autograd refuses to write to an output of a function that is a view. The new tensors share the versions of the old
+    ones, so that autograd sees writes to what the backward pass has saved.
+    """
+    if not any(isinstance(x, Tensor) and x._base is not None for x in values):
+        return list(values)
+    owners = Counter(x.untyped_storage().data_ptr() for x in (*values, *given) if isinstance(x, Tensor))
+
+    def owned(x: TorchValue) -> TorchValue:
+        is_only_owner = isinstance(x, Tensor) and owners[x.untyped_storage().data_ptr()] == 1
+        return x.detach() if is_only_owner else x
+
+    return [owned(x) for x in values]

@@ -65,8 +65,9 @@ class _Message:
     halves: Halves | None
     like: Tensor
 
-    def send(self, held: Known, here: Communicator, tag: int) -> None:
-        x = held[self.crossing.operand]
+    def send(self, known: Mapping[Value, Any], held: Known, here: Communicator, tag: int) -> None:
+        operand = self.crossing.operand
+        x = held[operand] if operand in held else known[operand]  # a buffer that microbatches update is known
         if self.halves is None:
             held[self.crossing.result] = x
             return
@@ -299,7 +300,7 @@ def _act(
     for x, v in part.terms:
         totals.add(v, held[x], x, microbatch)
     for message in part.leaving:
-        message.send(held, here, tag(message.crossing.tag))
+        message.send(known, held, here, tag(message.crossing.tag))
 
 
 def _changing_inputs(inputs: Sequence[Input], renewed: Collection[Value]) -> Mapping[Value, tuple[Value, ...]]:

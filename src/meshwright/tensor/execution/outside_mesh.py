@@ -223,13 +223,19 @@ def _depends_on_values(node: CapturedNode, known: Set[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _ResultLike(CallPlan):
-    """A call whose results have the shapes of those shown, without elements."""
+    """A call whose results have the shapes of those shown, without elements.
+
+    The values of plain operands, such as a mask, may decide the shapes, and differ from call to call.
+    """
 
     shown: TorchValue
     mesh: ProcessMesh
 
     def run(self, func: TorchFunction, types: Sequence[type], args: TorchValue, kwargs: TorchValue) -> TorchValue:
-        return _without_elements(self.shown, list(tensors_in((args, kwargs))), self.mesh)
+        tensors = list(tensors_in((args, kwargs)))
+        has_plain = any(not isinstance(t, DistTensor) for t in tensors)
+        shown = _result_of_zeros(func, args, kwargs) if has_plain else self.shown
+        return _without_elements(self.shown if shown is None else shown, tensors, self.mesh)
 
 
 def _without_elements(out: TorchValue, tensors: Sequence[Tensor], mesh: ProcessMesh) -> TorchValue:
