@@ -36,7 +36,7 @@ def v_min(ranks: int, microbatches: int, times: Times | None = None) -> Schedule
 
 
 def v_half(ranks: int, microbatches: int, times: Times | None = None) -> Schedule:
-    """About half of the activations of 1F1B; list schedules in the memory of the block are shorter than its table."""
+    """About half of the activations of 1F1B."""
     wait = 3 if ranks % 2 == 0 else 0
 
     def block(r: int) -> Block:
