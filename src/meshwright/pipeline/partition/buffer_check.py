@@ -16,8 +16,8 @@ def check_renewed(program: Program, schedule: Schedule) -> None:
     microbatch reads the buffer before this one has renewed it.
     """
     for x, v in program.writes:
-        reads = {_chunk(node) for node in program.users.get(x, ())}
-        written = {_chunk(node) for node in program.nodes if v in node.outs}
+        reads = set(map(_chunk, program.users.get(x, ())))
+        written = _chunks_that_make(v, program)
         chunks = {c for c in reads | written if c >= 0}
         if len(chunks) < 2:
             continue
@@ -31,6 +31,10 @@ def check_renewed(program: Program, schedule: Schedule) -> None:
                 "a microbatch would read the value that another one left",
                 "use a schedule with one chunk per rank, such as 1F1B, or keep all uses of the buffer in one chunk",
             )
+
+
+def _chunks_that_make(v: Value, program: Program) -> set[int]:
+    return {_chunk(node) for node in program.nodes if v in node.outs}
 
 
 def _rows_with(chunks: set[int], schedule: Schedule) -> set[int]:
