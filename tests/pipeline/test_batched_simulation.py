@@ -60,7 +60,7 @@ def test_a_rank_on_both_meshes_keeps_its_own_part_of_a_message() -> None:
         here = current_communicator()
         message = _message(crossing, here.rank)
         held: dict[Value, torch.Tensor] = {a: whole[3 * here.rank : 3 * here.rank + 3]}
-        message.send(held, here, 0)
+        message.send({}, held, here, 0)
         message.receive(held, here, 0)
         return held[b]
 

@@ -261,9 +261,12 @@ def _replaced_buffers(slots: Sequence[ModelTensor], fakes: Sequence[Tensor]) -> 
 
 
 def _check_gradients_wanted(slots: Sequence[ModelTensor], fakes: Sequence[Tensor]) -> None:
-    """Raise SideEffectError if the forward pass changed, for good, which parameters and buffers require gradients."""
+    """Raise SideEffectError if the forward pass changed, for good, which parameters and buffers require gradients.
+
+    A buffer into which the pass wrote a value with a gradient is no leaf.
+    """
     for slot, fake in zip(slots, fakes, strict=True):
-        if fake.requires_grad != slot.tensor.requires_grad:
+        if fake.is_leaf and fake.requires_grad != slot.tensor.requires_grad:
             raise SideEffectError(
                 "capturing the forward pass",
                 f"the forward pass calls {slot.name}.requires_grad_({fake.requires_grad}), and leaves it so",

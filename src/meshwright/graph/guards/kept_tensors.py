@@ -24,7 +24,7 @@ class KeptTensor(Tensor):
 
     @classmethod
     def at(cls, label: str) -> KeptTensor:
-        made = Tensor._make_subclass(cls, torch.empty(0))
+        made = Tensor._make_subclass(cls, torch.empty(0, device="cpu"))
         made.label = label
         return made
 
