@@ -216,6 +216,27 @@ def test_a_buffer_that_the_next_microbatch_reads_too_early_is_refused() -> None:
         mw.simulate(lambda: averages(False, 2, mw.ProcessMesh([0, 1], ["pp"])), 2)
 
 
+class Replaced(Averaged):
+    """The first stage reads a buffer that the last stage replaces."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.last(self.first(x - self.mean))
+        self.mean = out.detach().mean(0)
+        return out.square().mean()
+
+
+def test_a_buffer_of_an_early_stage_that_a_later_one_replaces_is_refused() -> None:
+    def step() -> None:
+        net = mw.split_pipeline(Replaced(False), mw.ProcessMesh([0, 1], ["pp"]), at=["last"])
+        options = {"enable": True, "accumulate_steps": 2}
+        mw.to_static(net, None, None, torch.optim.SGD(net.parameters(), 0.5), mw.Strategy.of(pipeline=options))(
+            torch.linspace(-1, 1, 16).view(4, 4)
+        )
+
+    with pytest.raises(StageError, match="chunks 0 and 1 on different ranks"):
+        mw.simulate(step, 2)
+
+
 class Rows(nn.Module):
     """Two products on two stages; the first weight is sharded by rows, so that its result is a pending sum."""
 
