@@ -7,6 +7,7 @@ step without the other waits for results has more races if this one is missing t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,6 +48,12 @@ class Result:
     waits: list[LeftOut]
 
     @property
+    def summary(self) -> str:
+        """Return the result in a line, for progress."""
+        bits = "the same bits" if self.same_bits else "OTHER BITS"
+        return f"{bits}, {self.races} races, {len(self.unneeded)} of {len(self.waits)} waits not needed"
+
+    @property
     def unneeded(self) -> list[str]:
         """Return the names of waits whose absence is not found."""
         return [wait.where for wait in self.waits if not wait.found and not wait.covered]
@@ -75,7 +82,10 @@ def run(quick: bool = False) -> dict[str, Any]:
     devices, cases = Devices(), QUICK if quick else CASES
     if any(case.is_compiled for case in cases):
         register_kernels()
-    found = {str(case): result_of(devices, case) for case in cases}
+    found: dict[str, Result] = {}
+    for case in cases:
+        found[str(case)] = result_of(devices, case)
+        print(f"# {case}: {found[str(case)].summary}", file=sys.stderr, flush=True)
     different = [name for name, each in found.items() if not each.same_bits]
     races = sum(each.races for each in found.values())
     unneeded = {name: each.unneeded for name, each in found.items() if each.unneeded}
