@@ -186,8 +186,8 @@ class Packed(Shuffled):
     """A model that takes rows by a mask of the batch, and reads their number."""
 
     def forward(self, x: Tensor) -> Tensor:
-        used = x[:, 0] > -2
-        return super().forward(x)[used] * float(used.sum().item())
+        rows: Tensor = x[:, 0] > -2
+        return super().forward(x)[rows] * float(rows.sum())
 
 
 def test_a_model_with_an_example_may_read_the_numbers_of_the_batch() -> None:
@@ -208,8 +208,12 @@ def test_a_model_with_an_example_may_read_the_numbers_of_the_batch() -> None:
 
 
 def test_numbers_that_the_model_computes_are_refused_with_an_example() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model.register_forward_hook(lambda _, args, out: out * float(out.sum()))
+    class Scaled(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            y: Tensor = super().forward(input)
+            return y * float(y.sum())
+
+    model = Scaled(nn.Linear(4, 4), nn.Linear(4, 4))
 
     def on_rank() -> None:
         mw.split_pipeline(model, mw.ProcessMesh([0, 1], ["pp"]), example=(torch.ones(2, 4),))
