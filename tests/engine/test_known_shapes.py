@@ -146,3 +146,12 @@ def test_computed_tensors_are_indexed_by_masks_of_constants(
     wanted = mw.simulate(losses, ranks, False)[0]
     for found in mw.simulate(losses, ranks, True):
         torch.testing.assert_close(found, wanted)
+
+
+def test_a_mask_of_another_size_is_refused() -> None:
+    def on_rank() -> None:
+        model = Masked(lambda y, m: y[:, m[:3]])
+        mw.to_static(model, None, None, torch.optim.SGD(model.parameters(), lr=0.0))(torch.ones(2, 4))
+
+    with pytest.raises(mw.CaptureError, match="numbers"):
+        mw.simulate(on_rank, 1)

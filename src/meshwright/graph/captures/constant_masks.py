@@ -26,13 +26,16 @@ def masks_of(op: Operator, args: tuple[TorchValue, ...]) -> list[Tensor]:
 def with_positions(args: tuple[TorchValue, ...], is_known: Callable[[Tensor], bool]) -> tuple[TorchValue, ...]:
     """Return the arguments of an indexing operator with the known masks replaced by the positions that they select.
 
-    Torch does the same: a mask of n dims becomes n tensors of indices.
+    Torch does the same: a mask of n dims becomes n tensors of indices. A mask of another size stays: torch refuses it.
     """
     x, indices, *rest = args
     found: list[TorchValue] = []
+    at = 0
     for index in indices:
-        is_replaced = isinstance(index, Tensor) and _is_mask(index) and is_known(index)
-        found += _positions(index) if is_replaced else [index]
+        dims = index.dim() if isinstance(index, Tensor) and index.dtype == torch.bool else 1
+        fits = isinstance(index, Tensor) and _is_mask(index) and index.shape == x.shape[at : at + dims]
+        found += _positions(index) if fits and is_known(index) else [index]
+        at += dims
     return x, found, *rest
 
 
