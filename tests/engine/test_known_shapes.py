@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -88,3 +88,70 @@ def test_places_from_a_mask_of_the_batch_are_refused() -> None:
 
     with pytest.raises(mw.CaptureError, match="numbers"):
         mw.simulate(on_rank, 2)
+
+
+def written(y: Tensor, mask: Tensor) -> Tensor:
+    y = y.clone()
+    y[:, mask] = y[:, mask] * 2
+    return y
+
+
+MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "columns": lambda y, m: y[:, m],
+    "list": lambda y, m: y[:, m.tolist()],
+    "computed": lambda y, m: y[:, m.long().cumsum(0) > 1],
+    "two dims": lambda y, m: (y.unsqueeze(1) * y.unsqueeze(2))[:, (m.long().outer(m.long()).triu() > 0)],
+    "beside indices": lambda y, m: y.unsqueeze(1).expand(-1, 3, -1)[:, torch.ones_like(m)[m].long(), m],
+    "rows": lambda y, m: y[m[:2]],
+    "written": written,
+    "accumulated": lambda y, m: y.index_put((torch.tensor([0]), m), y[:1, m].flatten(), accumulate=True),
+}
+"""Calls that index a computed tensor by the mask."""
+
+
+class Masked(nn.Module):
+    def __init__(self, select: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.select = nn.Linear(4, 4), select
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.select(self.layer(x), MASK).square().sum()
+
+
+@pytest.mark.parametrize("select", MASKED.values(), ids=MASKED)
+@pytest.mark.parametrize("masks", [["1110"] * 2, ["1110", "1011", "0110"]], ids=["2 ranks", "changed masks"])
+def test_computed_tensors_are_indexed_by_masks_of_constants(
+    masks: Sequence[str], select: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second loss shows the gradients of the first step. A changed mask changes the program."""
+    mask, x = torch.tensor([True, True, True, False]), torch.linspace(-1, 2, 8).reshape(2, 4)
+    monkeypatch.setattr("tests.engine.test_known_shapes.MASK", mask)
+    ranks = 2 if len(masks) == 2 else 1
+
+    def losses(is_static: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        mesh, model, found = mw.ProcessMesh(range(ranks), ["dp"]), Masked(select), list[Tensor]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = mw.to_static(model, None, None, optimizer) if is_static else model
+        for chosen in masks:
+            mask.copy_(torch.tensor([c == "1" for c in chosen]))
+            loss = step(mw.shard_tensor(x, mesh, [mw.Shard(0)]) if is_static else x)
+            if not is_static:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.detach())
+        return found
+
+    wanted = mw.simulate(losses, ranks, False)[0]
+    for found in mw.simulate(losses, ranks, True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_mask_of_another_size_is_refused() -> None:
+    def on_rank() -> None:
+        model = Masked(lambda y, m: y[:, m[:3]])
+        mw.to_static(model, None, None, torch.optim.SGD(model.parameters(), lr=0.0))(torch.ones(2, 4))
+
+    with pytest.raises(mw.CaptureError, match="numbers"):
+        mw.simulate(on_rank, 1)

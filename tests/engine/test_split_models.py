@@ -182,6 +182,46 @@ def test_an_example_gives_the_order_of_calls_and_the_stages_of_buffers(is_static
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+class Packed(Shuffled):
+    """A model that takes rows by a mask of the batch, and reads their number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Tensor = x[:, 0] > -2
+        return super().forward(x)[rows] * float(rows.sum())
+
+
+def test_a_model_with_an_example_may_read_the_numbers_of_the_batch() -> None:
+    def gradients(stages: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = Packed(), torch.linspace(-1, 1, 16).reshape(4, 4)
+        if stages:
+            mesh = mw.ProcessMesh(range(stages), ["pp"])
+            mw.split_pipeline(model, mesh, example=(x,))
+            mw.microbatched(model, mean_square, mesh, microbatches=2)(x, x)
+        else:
+            for part in x.chunk(2):
+                (mean_square(model(part), part) / 2).backward()
+        return [mw.unshard_dtensor(p.grad) for p in model.parameters() if p.grad is not None]
+
+    for found in mw.simulate(gradients, 2, 2):
+        torch.testing.assert_close(found, gradients(0), rtol=1e-5, atol=1e-6)
+
+
+def test_numbers_that_the_model_computes_are_refused_with_an_example() -> None:
+    class Scaled(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            y: Tensor = super().forward(input)
+            return y * float(y.sum())
+
+    model = Scaled(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def on_rank() -> None:
+        mw.split_pipeline(model, mw.ProcessMesh([0, 1], ["pp"]), example=(torch.ones(2, 4),))
+
+    with pytest.raises(mw.CaptureError, match="leave out example="):
+        mw.simulate(on_rank, 2)
+
+
 class TwoLists(nn.Module):
     """A model whose second part is a list of layers, which is not called itself."""
 

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.graph import Node, Program, Value, capture, work_of
+from meshwright.graph import CaptureError, Node, Program, Value, capture, work_of
+
+_WITHOUT_EXAMPLE = "or leave out example=: then modules are in the order of registration"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,22 @@ class ExampleRun:
 
     @classmethod
     def of(cls, model: nn.Module, example: Sequence[Any]) -> ExampleRun:
-        return cls(capture(model, model, example, is_run=False).program)
+        """Return the run. Python code may read numbers that depend on the example alone, such as lengths of masks.
+
+        Raises CaptureError for code that reads other numbers.
+        """
+        try:
+            return cls(capture(model, model, example, is_run=False).program)
+        except CaptureError:
+            return cls._with_numbers(model, example)
+
+    @classmethod
+    def _with_numbers(cls, model: nn.Module, example: Sequence[Any]) -> ExampleRun:
+        """Return the run with the example's tensors as constants, whose numbers a capture knows."""
+        try:
+            return cls(capture(model, lambda: model(*example), (), is_run=False).program)
+        except CaptureError as error:
+            raise CaptureError(error.asked, error.found, error.why, f"{error.write}; {_WITHOUT_EXAMPLE}") from error
 
     def costs(self) -> dict[str, float]:
         """Return the operations of each module without its children, by path."""

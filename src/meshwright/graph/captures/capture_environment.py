@@ -47,6 +47,7 @@ from ..torch_hooks import (
     interception_off,
     unrecorded,
 )
+from .constant_masks import masks_of, with_positions
 from .external_writes import ExternalTensors, takes_view
 from .interception import intercepted
 
@@ -226,6 +227,7 @@ class CaptureEnvironment:
 
     def run(self, op: Operator, args: tuple[TorchValue, ...], kwargs: dict[str, TorchValue]) -> TorchValue:
         """Run an operator. Random operators, and those with symbolic sizes or large results, return fake tensors."""
+        args = self._without_masks(op, args)
         leaves = list(leaves_in((args, kwargs)))
         _check_whole(leaves)
         check_not_kept(leaves, op)
@@ -274,6 +276,17 @@ class CaptureEnvironment:
         finally:
             self.in_node = before
 
+    def _without_masks(self, op: Operator, args: tuple[TorchValue, ...]) -> tuple[TorchValue, ...]:
+        """Return the arguments with constant masks replaced by positions; the masks count as read."""
+        with interception_off():
+            return with_positions(args, self._is_read) if masks_of(op, args) else args
+
+    def _is_read(self, x: Tensor) -> bool:
+        """True if the numbers of `x` are those of constants, which then count as read by Python code."""
+        behind = None if self.outside.was_written(x) else self.recording.constants_behind(self.recording.value_of(x))
+        self.asked += behind or ()
+        return behind is not None
+
     def note(self, op: Operator, args: TorchValue, kwargs: TorchValue, out: TorchValue) -> None:
         if transforming():
             raise capture_error(f"{op} inside a transform of torch.func", *_IN_TRANSFORM)
@@ -292,6 +305,7 @@ class CaptureEnvironment:
                 return  # its result is a constant of the program, because fake tensors have no such shape
             if op is STAGE_SPLIT:  # x[:] of a model, which starts no chunk
                 op, args = torch.ops.aten.permute.default, (args[0], list(range(args[0].dim())))
+            args = self._without_masks(op, args)
             self.recording.note(op, args, kwargs, out)
             if self.most is not None and len(self.recording.nodes) > self.most:
                 raise _too_long(self.recording.nodes, self.most)

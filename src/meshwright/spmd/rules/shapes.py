@@ -226,14 +226,24 @@ def _whole_text(x: Tensor, results: int) -> str:
 
 def repeat_interleave_rule(
     x: Tensor, repeats: TorchValue = None, dim: int | None = None, *, output_size: int | None = None
-) -> str | None:
-    """Return the rule of `repeat_interleave` with a number r: the dim becomes a product of the dim and r."""
+) -> Rule | None:
+    """Return the rule of `repeat_interleave` with a number r: the dim becomes a product of the dim and r.
+
+    `output_size` is the size of the whole dim, which a shard does not have.
+    """
     if not isinstance(repeats, int) or repeats == 0 or 0 in x.shape or (dim is None and x.dim() != 1):
         return None
     names = [sized_name(n, s) for n, s in zip(dim_names(x), x.shape, strict=True)]
     (at,) = dims_of(x, dim or 0)
     out = [f"({n} {sized_name('new', repeats)})" if d == at and repeats > 1 else n for d, n in enumerate(names)]
-    return f"{operand_text(names)} -> {' '.join(out)}"
+    forms = {} if output_size is None else {names[at]: _interleaved_without_size}
+    return Rule(f"{operand_text(names)} -> {' '.join(out)}", forms=forms)
+
+
+def _interleaved_without_size(
+    call: LocalCall, x: Tensor, repeats: int, dim: int | None = None, *, output_size: int
+) -> Tensor:
+    return x.repeat_interleave(repeats, dim)
 
 
 def slice_rule(x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> str:
