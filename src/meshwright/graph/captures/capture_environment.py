@@ -279,10 +279,10 @@ class CaptureEnvironment:
     def _without_masks(self, op: Operator, args: tuple[TorchValue, ...]) -> tuple[TorchValue, ...]:
         """Return the arguments with constant masks replaced by positions; the masks count as read."""
         with interception_off():
-            return with_positions(args, self._is_read) if masks_of(op, args) else args
+            return with_positions(args, self._read_if_constant) if masks_of(op, args) else args
 
-    def _is_read(self, x: Tensor) -> bool:
-        """True if the numbers of `x` are those of constants, which then count as read by Python code."""
+    def _read_if_constant(self, x: Tensor) -> bool:
+        """True if the numbers of `x` are those of constants; these then count as read by Python code."""
         behind = None if self.outside.was_written(x) else self.recording.constants_behind(self.recording.value_of(x))
         self.asked += behind or ()
         return behind is not None

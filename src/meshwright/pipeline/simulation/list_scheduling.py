@@ -27,8 +27,8 @@ def list_schedule(
     """Return the schedule in which every rank starts the earliest possible action, ties broken by `rule`.
 
     A forward leaves enough memory for one forward of each later chunk of its rank, so that microbatches in flight can
-    continue. Chunk c holds the activations of at most `most[c]` microbatches. Chunks beyond the
-    end of `most` have no such limit.
+    continue. Chunk c holds the activations of at most `most[c]` microbatches. Chunks beyond the end
+    of `most` have no such limit.
 
     Raises:
         ScheduleError: the memory is too small for that.
