@@ -48,6 +48,7 @@ PASSES = {
     "dp 2": GenerationLayout({"dp": 2}),
     "dp 2 × tp 2": GenerationLayout({"dp": 2, "tp": 2}, weights=True),
     "ZeRO-3": GenerationLayout({"dp": 2}, zero=3),
+    "pp 2": GenerationLayout({"pp": 2}),
 }
 DECODES = {f"tp {n}": GenerationLayout({"tp": n}, weights=True) for n in (2, 4, 8)}
 ONE_DEVICE = GenerationLayout({})
@@ -57,7 +58,7 @@ LAYOUTS = {
     "tp 2": DECODES["tp 2"],
     "tp 4": DECODES["tp 4"],
     "dp 2 × tp 2": PASSES["dp 2 × tp 2"],
-    "pp 2": GenerationLayout({"pp": 2}),
+    "pp 2": PASSES["pp 2"],
 }
 ZERO_OPTIONS = {"sharding": {"enable": True, "stage": 3, "axes": ["dp"], "least": 16}}
 IDS = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator(device="cpu").manual_seed(1))
