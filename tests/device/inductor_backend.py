@@ -22,6 +22,8 @@ from .backend import NAME
 
 _GPU_OPTIONS = ("loop_ordering_after_fusion", "loop_reindexing_after_fusion", "loop_index_inversion_in_fusion")
 """Options that Inductor ignores for the CPU, because its kernels for the CPU do not support them."""
+_CONCATENATION_OPTIONS = ("max_complex_pointwise_cat_inputs", "max_pointwise_cat_inputs")
+"""Numbers of tensors up to which Inductor computes a concatenation in its users, as it never does for the CPU."""
 
 
 _LIBRARY = torch.library.Library("test_device", "FRAGMENT")
@@ -123,6 +125,9 @@ def register() -> None:
     for option in _GPU_OPTIONS:
         if hasattr(config, option):
             setattr(config, option, False)
+    for option in _CONCATENATION_OPTIONS:
+        if hasattr(config, option):
+            setattr(config, option, 0)
     ir.is_cpu = lambda x: ir.get_device_type(x) in ("cpu", NAME)  # decides which values are computed once
     lowering.use_two_step_variance = _with_limit_of_the_cpu(lowering.use_two_step_variance)
     lowering.register_lowering([torch.ops.prims.div], broadcast=True)(_quotient)
