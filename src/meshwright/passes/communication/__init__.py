@@ -7,6 +7,7 @@ In reading order:
     reduce_scatter            all-reduce and slice replaced by reduce-scatter
     hierarchical_all_reduce   all-reduce in three steps, for less traffic on slow links
     bucket                    small collectives packed into one row, sent at once, and unpacked
+    row_pieces                operators computed by groups of rows
     split_products            matrix products split before an all-reduce, to send pieces early
     overlap_schedule          order in which collectives overlap with operators, by list scheduling
 """

@@ -13,14 +13,13 @@ from typing import ClassVar
 
 import torch
 
-from meshwright.graph import Change, Conversion, Draft, Op, Pass, Program, RewriteError, Spot, Value, register_pass
-from meshwright.layout import TorchValue
+from meshwright.graph import Change, Conversion, Draft, Pass, Program, RewriteError, Spot, Value, register_pass
 from meshwright.reshard import AllReduce
 
-from .._rows import has_equal_shards, has_static_sizes, is_only_use, origin_text, row_spec
+from .._rows import has_equal_shards, has_static_sizes, origin_text, row_spec
+from .row_pieces import RowPieces
 
 aten = torch.ops.aten
-VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
 @register_pass
@@ -28,9 +27,10 @@ VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 class SplitProducts(Pass):
     """Split matrix products that an all-reduce of at least `least` bytes reads into `pieces` by rows.
 
-    Sums with such products are split as well. A product with other readers is not split, nor one whose number of rows
-    is no multiple of `pieces`. The pass must run after `Bucket`, which would merge the pieces again, and before
-    `OverlapSchedule`.
+    Operators between the product and the all-reduce that treat each row for itself are split as well, and so are those
+    between the all-reduce and the next products: the first piece goes on while the last one is sent. Products whose
+    number of rows is no multiple of `pieces` stay whole. The pass must run after `Bucket`, which would merge the pieces
+    again, and before `OverlapSchedule`.
 
     Raises:
         RewriteError: `pieces` is less than two.
@@ -48,12 +48,24 @@ class SplitProducts(Pass):
 
     def run(self, program: Program) -> Program:
         draft = Draft(program)
-        found = [spot for spot in draft if self._fits(draft, spot)]
-        changes = [self._split_step(draft, spot) for spot in found]
-        return draft.finish(*changes) if changes else program
+        rows = RowPieces(draft, self.pieces)
+        found = {spot for spot in draft if self._fits(rows, spot)}
+        if not found:
+            return program
+        wanted, changes, count = rows.before_products(), list[Change](), 0
+        for spot in list(draft):
+            if spot in found:
+                changes.append(self._split_step(rows, spot))
+            elif spot in wanted and not spot.gone:
+                count += rows.continue_with(spot)
+        return draft.finish(*changes, *self._continued(count))
 
-    def _fits(self, draft: Draft, spot: Spot) -> bool:
-        """True for a large all-reduce of a product, or of a sum with one, whose rows can be split evenly."""
+    def _continued(self, count: int) -> list[Change]:
+        what = f"{count} operators after these sums in {self.pieces} pieces"
+        return [Change(self.name, what, "")] if count else []
+
+    def _fits(self, rows: RowPieces, spot: Spot) -> bool:
+        """True for a large all-reduce of a value whose rows come from a product, and can be split evenly."""
         if (
             not isinstance(spot.op, Conversion)
             or not isinstance(spot.op.step, AllReduce)
@@ -63,68 +75,15 @@ class SplitProducts(Pass):
         (x,) = spot.ins
         if len(x.shape) < 2 or not has_static_sizes(x) or x.nbytes < self.least or prod(x.shape[:-1]) % self.pieces:
             return False
-        return _has_product(draft, x, spot)
+        return rows.has_product(x)
 
-    def _split_step(self, draft: Draft, step: Spot) -> Change:
-        (x,), origin = step.ins, step.origin
-        rows = _Rows(draft, step, self.pieces, (prod(x.shape[:-1]) // self.pieces, x.shape[-1]))
-        sent = [_reduced_piece(draft, step, part) for part in rows.pieces_of(x, step)]
-        whole = draft.add(aten.cat.default, sent, 0, before=step, origin=origin)
-        draft.replace(step.outs[0], draft.add(aten.view.default, whole, list(x.shape), before=step, origin=origin))
-        draft.remove(step)
-        return Change(self.name, f"{step.op!r} of {list(x.shape)} in {self.pieces} pieces", origin_text(origin))
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Builder of values as matrices in pieces of rows, before `step`; `shape` is the shape of a piece."""
-
-    draft: Draft
-    step: Spot
-    pieces: int
-    shape: tuple[int, int]
-
-    def pieces_of(self, v: Value, reader: Spot) -> list[Value]:
-        """Return the pieces of the operand `v` of `reader`. Products and sums are computed piece by piece."""
-        made = self.draft.producer(v)
-        if made is None or not is_only_use(self.draft, v, reader):
-            return self._cut(v)
-        if made.op is aten.mm.default:
-            x, w = made.args
-            return [self._add(aten.mm.default, part, w) for part in self._split(x)]
-        if made.op in VIEWS and made.ins[0].shape[-1:] == v.shape[-1:]:
-            return self.pieces_of(made.ins[0], made)
-        if _is_sum(made):
-            both = (self.pieces_of(a, made) for a in made.args)
-            return [self._add(aten.add.Tensor, a, b) for a, b in zip(*both, strict=True)]
-        return self._cut(v)
-
-    def _cut(self, v: Value) -> list[Value]:
-        return self._split(self._add(aten.reshape.default, v, [-1, self.shape[1]]))
-
-    def _split(self, x: Value) -> list[Value]:
-        return list(self._add(aten.split_with_sizes.default, x, [self.shape[0]] * self.pieces, 0))
-
-    def _add(self, op: Op, *args: TorchValue) -> TorchValue:
-        return self.draft.add(op, *args, before=self.step, origin=self.step.origin)
-
-
-def _has_product(draft: Draft, v: Value, reader: Spot) -> bool:
-    """True if `_Rows.pieces_of` would compute a product piece by piece."""
-    made = draft.producer(v)
-    if made is None or not is_only_use(draft, v, reader):
-        return False
-    if made.op in VIEWS and made.ins[0].shape[-1:] == v.shape[-1:]:
-        return _has_product(draft, made.ins[0], made)
-    return made.op is aten.mm.default or (_is_sum(made) and any(_has_product(draft, a, made) for a in made.args))
-
-
-def _is_sum(spot: Spot) -> bool:
-    """True for the sum of two tensors of one shape and dtype."""
-    if spot.op is not aten.add.Tensor or spot.kwargs or not all(isinstance(a, Value) for a in spot.args):
-        return False
-    a, b = spot.args
-    return a.sizes == b.sizes and a.dtype == b.dtype
+    def _split_step(self, rows: RowPieces, step: Spot) -> Change:
+        rows.compute(step.ins[0])
+        (x,) = step.ins
+        sent = tuple(_reduced_piece(rows.draft, step, part) for part in rows.pieces_of(x, step))
+        rows.draft.replace(step.outs[0], rows.put_together(sent, x.shape, step))
+        rows.draft.remove(step)
+        return Change(self.name, f"{step.op!r} of {list(x.shape)} in {self.pieces} pieces", origin_text(step.origin))
 
 
 def _reduced_piece(draft: Draft, step: Spot, part: Value) -> Value:
