@@ -88,8 +88,8 @@ class Sampler:
     ) -> Generated:
         """Return `n` continuations of each prompt; every rank makes the call with the same arguments.
 
-        The same seed gives prompt `p` the same tokens on every mesh and with any other prompts in the batch. Dropout is
-        off.
+        The same seed gives the prompt at index `p` the same tokens on every mesh, with any other prompts in the batch.
+        Dropout is off.
 
         Args:
             prompts: Token ids: a sequence for each prompt, of any lengths, or one tensor [prompts, length].
@@ -97,18 +97,19 @@ class Sampler:
             temperature: 0 takes the most probable token; other values divide the logits.
             top_k: Number of the most probable tokens among which a token is drawn.
             top_p: Probability of the smallest set of the most probable tokens among which a token is drawn.
-            stop: Token ids that end a row.
+            stop: Token ids that end a row. None ends rows at `max_new_tokens` only, whatever the model's configuration.
             n: Number of samples of each prompt.
             seed: Seed of the random numbers.
-            mask: 0 or False for each token of `prompts` that is padding, on the left or on the right.
+            mask: 0 or False for each token of `prompts` that is padding; these tokens are left out.
             batch_size: Upper bound of the rows that are computed at a time, rounded up to a multiple of the ranks with
                 rows of their own. A row that ends makes place for one that waits. None computes all rows at once.
 
         Raises:
             GenerationError: there is no prompt, an empty one, one with an unknown token, one that is longer than the
-                model's positions, or an option with an invalid value; or the model returns no logits, no cache, or
-                logits with NaN or infinity.
+                model's positions, or an option with an invalid value; or the model is on the meta device, or returns no
+                logits, no cache, or logits with NaN or infinity.
             StaleWeightsError: the trainer of `mw.weights.sync` has newer weights.
+            WeightError: the sampler sleeps.
             DisagreementError: the arguments differ between ranks.
 
         >>> import meshwright as mw
