@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -276,12 +277,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no prompt": ({"prompts": []}, "at least one prompt"),
     "an empty prompt": ({"prompts": [[1], []]}, "prompt 1"),
     "all padding": ({"prompts": torch.ones(1, 2).long(), "mask": torch.zeros(1, 2)}, "prompt 0"),
+    "an encoding": ({"prompts": {"input_ids": [[1]]}}, "mask=encoded"),
+    "an array": ({"prompts": np.array([[1]])}, "tolist"),
     "texts": ({"prompts": ["hello"]}, "input_ids"),
     "one text": ({"prompts": "hello"}, "input_ids"),
-    "one prompt without a list": ({"prompts": [1, 2]}, "input_ids"),
+    "one prompt without a list": ({"prompts": [1, 2]}, "list of prompts"),
     "numbers with a point": ({"prompts": [[1.5]]}, "token ids"),
     "a float tensor": ({"prompts": torch.ones(2, 3)}, "token ids"),
-    "a tensor of one dim": ({"prompts": torch.ones(3).long()}, "token ids"),
+    "a tensor of one dim": ({"prompts": torch.ones(3).long()}, "list of prompts"),
     "another mask": ({"prompts": torch.ones(2, 3).long(), "mask": torch.ones(2, 4)}, "one flag"),
     "a mask of one dim": ({"prompts": torch.ones(2, 3).long(), "mask": torch.ones(2)}, "one flag"),
     "a mask that is no tensor": ({"prompts": [[1, 2]], "mask": [[0, 1]]}, "one flag"),
@@ -293,6 +296,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"max_new_tokens": 0}, "max_new_tokens must be"),
     "a negative temperature": ({"temperature": -1.0}, "temperature must be"),
     "a temperature of NaN": ({"temperature": float("nan")}, "temperature must be"),
+    "a temperature at which logits overflow": ({"temperature": 1e-42, "max_new_tokens": 2}, "temperature=0"),
     "no candidates": ({"top_k": 0}, "top_k must be"),
     "too little probability": ({"top_p": 0.0}, "temperature=0"),
     "too much probability": ({"top_p": 1.5}, "at most 1"),
@@ -305,6 +309,20 @@ def test_a_bad_request_is_refused(case: str) -> None:
     options, words = BAD[case]
     with pytest.raises(GenerationError, match=words):
         mw.sampler(Configured()).generate(**{"prompts": PROMPTS, **options})
+
+
+def test_a_model_without_memory_is_refused() -> None:
+    with pytest.raises(GenerationError, match=r"words.weight on the meta device"):
+        mw.sampler(Configured().to("meta")).generate(PROMPTS, 2)
+
+
+def test_the_difference_of_long_prompts_is_shown() -> None:
+    def go() -> None:
+        model, _ = mw.parallelize(Decoder(), None, mw.ProcessMesh([0, 1], ["dp"]))
+        generate(model, [[1] * 60 + [mw.get_rank()]])
+
+    with pytest.raises(DisagreementError, match=r"1, 0\),\) on rank 0 and … .*1, 1\),\) on rank 1"):
+        mw.simulate(go, 2)
 
 
 def test_a_prompt_beyond_the_positions_of_the_model_is_refused() -> None:

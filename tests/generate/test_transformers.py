@@ -176,6 +176,33 @@ def test_a_cache_needs_a_model_of_transformers_and_a_capacity() -> None:
         mw.sampler(llama()).cache(0)
 
 
+def test_a_cache_needs_a_model_that_takes_keys_and_values() -> None:
+    with pytest.raises(mw.GenerationError, match="without past_key_values"):
+        mw.sampler(mamba()).cache(8)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of transformers, when PEFT calls it
+def test_a_model_with_adapters_is_called_with_its_cache() -> None:
+    """A forward of PEFT names no cache, and passes it on."""
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        torch.manual_seed(1)
+        return peft.get_peft_model(llama(), config)
+
+    def call(model: Any) -> tuple[Tensor, list[int]]:
+        lengths: list[int] = []
+        words = model.get_base_model().model.embed_tokens
+        words.register_forward_pre_hook(lambda _, given: lengths.append(given[0].shape[1]))
+        return mw.sampler(model, static_after=None).generate(IDS, NEW, temperature=0).tokens, lengths
+
+    wanted = generate(adapted().eval(), do_sample=False, eos_token_id=None)[:, IDS.shape[1] :]
+    for tokens, lengths in (call(adapted()), on_mesh("dp", adapted, call)[0]):
+        assert torch.equal(tokens, wanted)
+        assert lengths[-NEW + 1 :] == [1] * (NEW - 1)
+
+
 def test_a_prompt_takes_positions_of_the_encoder_alone() -> None:
     sampler = mw.sampler(bart())
     assert sampler.generate([[5] * 32], 31, temperature=0, stop=range(48)).tokens.shape == (1, 1)

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import meshwright as mw
 from tests.weights.models import PROMPTS, Decoder, equal, marked, train, wholes
+
+
+def tokens_in_same_numbers() -> None:
+    """Messages between processes are no computation, so the block does not refuse them."""
+    torch.manual_seed(0)
+    one_device = nn.Sequential(nn.Embedding(30, 16), nn.Linear(16, 30))
+    model, _ = mw.parallelize(deepcopy(one_device), None, mw.ProcessMesh([1], ["tp"]))
+    with mw.same_numbers():
+        found, wanted = (mw.sampler(each).generate(PROMPTS, 3, seed=1) for each in (model, one_device))
+    assert torch.equal(found.log_probs, wanted.log_probs)
 
 
 def main(folder: Path) -> None:
@@ -30,6 +42,7 @@ def main(folder: Path) -> None:
         train(alone)  # on rank 0, while rank 1 generates
         found = mw.sampler(apart).generate(PROMPTS, 12, seed=1)
     assert torch.equal(found.tokens, mw.sampler(Decoder()).generate(PROMPTS, 12, seed=1).tokens)
+    tokens_in_same_numbers()
     values = wholes(trainer)
     for name, x, _ in mw.weights.stream(sampler, whole=True):
         assert torch.equal(x, values[name])

@@ -216,6 +216,30 @@ def test_weights_are_rounded_and_a_written_copy_is_repaired() -> None:
     on_four(go)
 
 
+def test_weights_of_another_trainer_are_not_written_to_the_memory_that_the_sampler_shares() -> None:
+    def go() -> None:
+        first, second, model = marked(LINE), marked(SQUARE), marked(LINE)
+        train(second)
+        mw.weights.sync(first, model)
+        mw.weights.sync(second, model)
+        assert equal(first, marked(LINE))
+        assert equal(second, model)
+
+    on_four(go)
+
+
+def test_a_sleeping_sampler_that_syncs_itself_wakes_when_it_generates() -> None:
+    def go() -> None:
+        trainer, sampler = marked(SQUARE), mw.sampler(marked(LINE))
+        mw.weights.sync(trainer, sampler, when_stale="sync")
+        sampler.sleep()
+        train(trainer)
+        assert sampler.generate(PROMPTS, 2).weight_version == 2
+        assert equal(trainer, sampler.model)
+
+    on_four(go)
+
+
 def test_sleep_frees_the_copies_and_wake_restores_them() -> None:
     def go() -> None:
         trainer, model = marked(SQUARE), marked(LINE)

@@ -33,7 +33,7 @@ EXACT = frozenset(
     """
     neg abs sign exp log log1p sqrt sin cos tanh erf relu square reciprocal floor ceil round trunc to float double half
     bfloat16 long short type type_as contiguous clone detach detach_ isnan isinf isfinite isneginf isposinf nan_to_num
-    nextafter sqrt_ neg_ exp_ reciprocal_ zero_
+    nextafter resolve_conj resolve_neg sqrt_ neg_ exp_ reciprocal_ zero_
     logical_and logical_or logical_not amax amin argmax argmin any all topk sort argsort
     isin equal allclose isclose eq ne lt le gt ge view reshape flatten unflatten permute transpose t unsqueeze squeeze
     select narrow split chunk unbind cat concat concatenate stack hstack vstack roll flip tril triu diagonal movedim

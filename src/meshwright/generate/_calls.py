@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,11 @@ def decoder_cache(model: nn.Module) -> str | None:
     return "past_key_values" if is_decoder and needed <= _parameters(model).keys() else None
 
 
+def takes_cache(model: nn.Module) -> bool:
+    """True if `forward` takes `past_key_values`."""
+    return "past_key_values" in _parameters(model)
+
+
 def _takes_padding(names: Mapping[str, object]) -> bool:
     """True if padding on the left changes no token: the model is told positions.
 
@@ -70,7 +75,10 @@ def _takes_padding(names: Mapping[str, object]) -> bool:
 
 
 def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(model.forward).parameters)
+    """Return the parameters of `forward`. A PEFT model with adapters passes its arguments on to the model inside."""
+    adapters: Any = getattr(model, "active_peft_config", None)
+    called: Any = model if adapters is None or adapters.is_prompt_learning else cast(Any, model).get_base_model()
+    return dict(inspect.signature(called.forward).parameters)
 
 
 def _padded(
@@ -242,7 +250,7 @@ def _logits_of(model: nn.Module, out: Any, *sizes: int) -> Tensor:
         f"tokens of {type(model).__name__}",
         f"a result of shape {tuple(logits_rsv.shape)}" if is_tensor else f"a {type(out).__name__} without logits",
         "the sampler needs logits [rows, tokens, vocabulary]: the result, or its attribute `logits`",
-        "pass a model with a head for the vocabulary",
+        "pass a model with a head for the vocabulary, whose forward returns the logits of all tokens",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from numbers import Integral, Real
@@ -18,6 +18,7 @@ from ._errors import GenerationError
 Prompts = Sequence[Sequence[int] | Tensor] | Tensor
 """Prompts: a sequence of token ids for each, or one tensor [prompts, length]."""
 
+_IDS, _LIST = "pass tokenizer(texts).input_ids", "pass a list of prompts, such as [tokenizer(text).input_ids]"
 _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 
 
@@ -108,9 +109,9 @@ def request_of(
 
 def _token_ids(prompts: Any, mask: Any) -> tuple[tuple[int, ...], ...]:
     if isinstance(prompts, str) or not isinstance(prompts, (Sequence, Tensor)):
-        raise _no_ids(type(prompts).__name__)
+        raise _no_ids(type(prompts).__name__, _fix_of(prompts))
     if isinstance(prompts, Tensor) and prompts.dim() != 2:
-        raise _no_ids(f"a tensor of {prompts.dim()} dims")
+        raise _no_ids(f"a tensor of {prompts.dim()} dims", _LIST if prompts.dim() == 1 else _IDS)
     rows = [_one_prompt(p) for p in (unshard_dtensor(prompts) if isinstance(prompts, Tensor) else prompts)]
     return tuple(rows) if mask is None else _without_padding(rows, mask)
 
@@ -136,7 +137,7 @@ def _one_prompt(prompt: Any) -> tuple[int, ...]:
             raise _no_ids(f"a {prompt.dtype} tensor of {prompt.dim()} dims")
         return tuple(unshard_dtensor(prompt).tolist())
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
-        raise _no_ids(type(prompt).__name__)
+        raise _no_ids(type(prompt).__name__, _LIST if _is_whole(prompt) else _fix_of(prompt))
     tokens: Sequence[Any] = prompt
     for token in tokens:
         if not _is_whole(token):
@@ -156,8 +157,15 @@ def _stop_ids(stop: int | Iterable[int] | None) -> tuple[int, ...]:
     return tuple(int(token) for token in given)
 
 
-def _no_ids(found: str) -> GenerationError:
-    return _invalid("prompts", found, "a prompt is a sequence of token ids", "pass tokenizer(texts).input_ids")
+def _no_ids(found: str, fix: str = _IDS) -> GenerationError:
+    return _invalid("prompts", found, "a prompt is a sequence of token ids", fix)
+
+
+def _fix_of(prompts: Any) -> str:
+    """Return the fix for prompts, or one prompt, of a wrong type."""
+    if isinstance(prompts, Mapping):
+        return 'pass encoded["input_ids"], and mask=encoded["attention_mask"] if they are padded'
+    return "pass prompts.tolist()" if hasattr(prompts, "tolist") else _IDS
 
 
 def _is_whole(value: object) -> bool:

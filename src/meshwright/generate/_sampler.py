@@ -21,7 +21,7 @@ from meshwright.tensor import DistTensor
 from meshwright.weights import is_compared, release, restore, version_to_sample
 
 from ._cache import write_in_place
-from ._calls import TokenCalls, has_encoder, token_calls
+from ._calls import TokenCalls, has_encoder, takes_cache, token_calls
 from ._choice import choose_rows
 from ._errors import GenerationError
 from ._ranks import ASKED, Tokens, made_by, ranks_of
@@ -32,6 +32,9 @@ from ._step_runs import StepRuns
 
 STATIC_AFTER = 32
 """Number of eager steps whose time recording takes, in order of magnitude."""
+
+_COLD = 1e-6
+"""Temperature below which logits of a usual size overflow float32 in the division."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +88,8 @@ class Sampler:
     ) -> Generated:
         """Return `n` continuations of each prompt; every rank makes the call with the same arguments.
 
-        The same seed gives prompt `p` the same tokens on every mesh and with any other prompts in the batch. Dropout is
-        off.
+        The same seed gives the prompt at index `p` the same tokens on every mesh, with any other prompts in the batch.
+        Dropout is off.
 
         Args:
             prompts: Token ids: a sequence for each prompt, of any lengths, or one tensor [prompts, length].
@@ -94,18 +97,19 @@ class Sampler:
             temperature: 0 takes the most probable token; other values divide the logits.
             top_k: Number of the most probable tokens among which a token is drawn.
             top_p: Probability of the smallest set of the most probable tokens among which a token is drawn.
-            stop: Token ids that end a row.
+            stop: Token ids that end a row. None ends rows at `max_new_tokens` only, whatever the model's configuration.
             n: Number of samples of each prompt.
             seed: Seed of the random numbers.
-            mask: 0 or False for each token of `prompts` that is padding, on the left or on the right.
+            mask: 0 or False for each token of `prompts` that is padding; these tokens are left out.
             batch_size: Upper bound of the rows that are computed at a time, rounded up to a multiple of the ranks with
                 rows of their own. A row that ends makes place for one that waits. None computes all rows at once.
 
         Raises:
             GenerationError: there is no prompt, an empty one, one with an unknown token, one that is longer than the
-                model's positions, or an option with an invalid value; or the model returns no logits, no cache, or
-                logits with NaN or infinity.
+                model's positions, or an option with an invalid value; or the model is on the meta device, or returns no
+                logits, no cache, or logits with NaN or infinity.
             StaleWeightsError: the trainer of `mw.weights.sync` has newer weights.
+            WeightError: the sampler sleeps.
             DisagreementError: the arguments differ between ranks.
 
         >>> import meshwright as mw
@@ -152,6 +156,7 @@ class Sampler:
         """Return the tokens; every rank of the model makes the call."""
         self._check(request, batch_size)
         version = version_to_sample(self.model) if version is None else version
+        _check_memory(self.model)
         count = min(batch_size or len(request.rows), len(request.rows))
         with torch.no_grad(), _evaluating(self.model), self._runs.call(self._is_distributed):
             found = self._in_slots(request, count)
@@ -191,7 +196,8 @@ class Sampler:
         `capacity` is the number of positions for which memory is taken; a longer sequence is copied for each token.
 
         Raises:
-            GenerationError: the model is not one of transformers, or `capacity` is no positive whole number.
+            GenerationError: the model is not one of transformers, or takes no `past_key_values` (Mamba); or `capacity`
+                is no positive whole number.
         """
         check_whole("capacity", capacity, 1)
         config: Any = getattr(self.model, "config", None)
@@ -201,6 +207,13 @@ class Sampler:
                 "no configuration of transformers",
                 "the cache is one of transformers, whose layers follow the configuration",
                 "call sampler.generate, which needs no cache",
+            )
+        if not takes_cache(self.model):
+            raise GenerationError(
+                f"a cache for {type(self.model).__name__}",
+                "a forward without past_key_values",
+                "the cache is for keys and values, which grow with each token",
+                "call model.generate without it; a state-space model creates its own cache, of constant size",
             )
         library = import_module("transformers")
         made = library.DynamicCache(config=config)
@@ -309,11 +322,15 @@ def _generated(request: GenerationRequest, tokens_rt: Tensor, log_probs_rt: Tens
     """Return the result, up to the end of the longest row. Raises GenerationError for logits without probabilities."""
     broken_r = log_probs_rt.isnan().any(-1)
     if bool(broken_r.any()):
+        is_cold = 0 < request.temperature < _COLD
         raise GenerationError(
             "tokens of a model",
-            f"NaN or infinity among the logits of row {int(broken_r.int().argmax())}, divided by the temperature",
+            f"NaN or infinity among the logits of row {int(broken_r.int().argmax())}, divided by the temperature"
+            + (f" {request.temperature:g}" if is_cold else ""),
             "they give no probabilities",
-            "look for NaN in the model's parameters: mw.verify compares the model with one device",
+            "pass temperature=0 for the most probable token"
+            if is_cold
+            else "look for NaN in the model's parameters: mw.verify compares the model with one device",
         )
     stop = torch.tensor(request.stop, dtype=torch.int64, device=tokens_rt.device)
     is_stop_rt = torch.isin(tokens_rt, stop)
@@ -333,6 +350,18 @@ def _evaluating(model: nn.Module) -> Generator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Raise GenerationError for a model that is on the meta device."""
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if x.is_meta:
+            raise GenerationError(
+                f"tokens of {type(model).__name__}",
+                f"{name} on the meta device",
+                "the tensor has no values",
+                "call mw.weights.sync(trainer, sampler) before, or load the weights",
+            )
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -61,6 +61,7 @@ class Link:
     version: int = 0
     asleep: bool = False
     shared: frozenset[str] = frozenset()
+    """Names of the sampler's tensors whose memory is a trainer's: this one's, or the one's before it."""
     copied: dict[str, Mark] = field(default_factory=dict[str, Mark])
     """Name of a tensor with memory of its own → its mark after the last copy. Tied weights have an entry for each."""
     places: dict[str, tuple[object, int]] = field(default_factory=dict[str, tuple[object, int]])
@@ -74,6 +75,7 @@ class Link:
         _check_rounds(pairs, self.memory_cap)
         self.asleep, _links[model] = True, self  # until all is done, so that half of it is not used
         shared = _share(model, [pair for pair in pairs if pair.is_shared])
+        self.shared |= frozenset(shared)  # known even if a later line fails
         copies = self._with_memory(model, [pair for pair in pairs if not pair.is_shared])
         late = self._late(copies, world)
         received, rounds = _moved(late, self.memory_cap, world)
@@ -117,6 +119,8 @@ class Link:
             WeightError: the sampler sleeps.
             StaleWeightsError: the trainer has newer weights, or the sampler has others, and `when_stale` is "error".
         """
+        if self.asleep and self.when_stale == "sync":
+            return self.refresh().version
         if self.asleep:
             raise WeightError(
                 "tokens of a sampler",
@@ -236,8 +240,9 @@ def sync(trainer: Any, sampler: Any, *, memory_cap: int = MEMORY_CAP, when_stale
         sampler: A model, or a `mw.sampler` of it.
         memory_cap: Upper bound of the bytes of all messages that a rank holds at once.
         when_stale: "error" makes `generate` raise a StaleWeightsError after the trainer has changed, until the next
-            call; "sync" makes it call `sync` itself; "keep" makes it sample with the weights of the last call. Then
-            no memory is shared, and ranks that hold a part of the sampler only need not wait for the trainer.
+            call; "sync" makes it call `sync` itself, also after `sampler.sleep()`; "keep" makes it sample with the
+            weights of the last call. Then no memory is shared, and ranks that hold a part of the sampler only need not
+            wait for the trainer.
 
     Raises:
         WeightError: the models have other names, shapes, dtypes or devices; or a row of a tensor exceeds the cap.
@@ -265,7 +270,8 @@ def sync(trainer: Any, sampler: Any, *, memory_cap: int = MEMORY_CAP, when_stale
         return Synced(observed_version(model), tuple(named_tensors(model)), (), 0, 0)
     link = _links.get(model)
     if link is None or link.trainer is not source:
-        link = Link(source, ref(model), memory_cap, when_stale)
+        borrowed = frozenset[str]() if link is None else link.shared  # memory of the trainer before, not to be written
+        link = Link(source, ref(model), memory_cap, when_stale, shared=borrowed)
     link.memory_cap, link.when_stale = memory_cap, when_stale
     return link.refresh()
 

@@ -26,9 +26,15 @@ def check_equal_options(asked: str, options: Mapping[str, object], ranks: World)
 
 
 def _by_rank(values: Sequence[str]) -> str:
-    """Return each value with the first rank that has it.
+    """Return each value with the first rank that has it; of long values, the part around the first difference.
 
     >>> _by_rank(["1.0", "1.0", "0.5"])
     '1.0 on rank 0 and 0.5 on rank 2'
     """
-    return " and ".join(f"{value[:_LONGEST]} on rank {values.index(value)}" for value in dict.fromkeys(values))
+    distinct = list(dict.fromkeys(values))
+    columns = enumerate(zip(*distinct, strict=False))
+    first = next((at for at, letters in columns if len(set(letters)) > 1), min(map(len, distinct)))
+    is_short = max(map(len, distinct)) <= _LONGEST
+    begin = 0 if is_short else max(0, first - _LONGEST // 2)
+    parts = [("… " if begin else "") + value[begin : begin + _LONGEST] for value in distinct]
+    return " and ".join(f"{part} on rank {values.index(value)}" for part, value in zip(parts, distinct, strict=True))

@@ -82,7 +82,7 @@ def _check_family(config: Mapping[str, JsonValue]) -> None:
             "a transformer from a configuration",
             f"model_type {family!r}",
             "the layers of this model type are unknown, or do not follow from sizes",
-            "run meshwright parallelize config.json, or call mw.plan(model, ...): both read the model itself;"
+            "run meshwright parallelize config.json, or mw.plan(model, batch) without phases: both read the model;"
             " without model_type, the sizes are read as those of a Llama",
         )
 

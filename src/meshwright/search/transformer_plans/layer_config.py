@@ -70,7 +70,7 @@ def _dense_layers(config: Mapping[str, JsonValue], layers: int) -> int:
             "a transformer from a configuration",
             f"experts in every {step} layers, none in the layers {plain}",
             "the layers without experts must come before all layers with experts",
-            "run meshwright parallelize config.json, or call mw.plan(model, ...): both read the model itself",
+            "run meshwright parallelize config.json, or mw.plan(model, batch) without phases: both read the model",
         )
     return min(layers, dense)
 
