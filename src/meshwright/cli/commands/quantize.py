@@ -45,10 +45,10 @@ def _scheme(settings: argparse.Namespace) -> Scheme:
 
     try:
         found = Scheme.preset(settings.scheme, group_size=settings.group_size)
+        return replace(found, ignore=(*found.ignore, *(settings.ignore or ())))
     except QuantizeError as error:
         fix = "leave out --group-size" if "group_size" in error.write else error.write.replace("'", "")
         raise UsageError(f"meshwright quantize: {error.asked}\n  why: {error.why}\n  fix: {fix}") from error
-    return replace(found, ignore=(*found.ignore, *(settings.ignore or ())))
 
 
 def _check_settings(settings: argparse.Namespace, scheme: Scheme) -> None:
