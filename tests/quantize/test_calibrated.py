@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -181,13 +180,14 @@ def test_ranks_with_other_batches_are_refused() -> None:
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_a_cache_of_keys_and_values_is_not_used(method: Any) -> None:
     """Blocks run several times, and each run would add to a cache. The decoder of T5 has a configuration of its own."""
-    config = transformers.T5Config(24, 32, 8, 32, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    sizes = {"vocab_size": 24, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    settings: dict[str, Any] = sizes | {"decoder_start_token_id": 0}
     ids = torch.arange(16).view(2, 8)
     scheme = Scheme(INT4, method=method)
 
     def quantized(cached: bool, **asked: bool) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        model = transformers.T5ForConditionalGeneration(copy.deepcopy(config))
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**settings))
         for module in model.modules():
             vars(module).get("config", model.config).use_cache = cached
         mw.quantize(model, scheme, [dict(input_ids=ids + k, labels=ids, **asked) for k in range(3)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from ._one_device import Call, whole_call
 from ._ranks import PIECES
 
 
-def calls_of(calibration: Iterable[TorchValue]) -> list[Call]:
+def calls_of(calibration: object) -> list[Call]:
     """Return the calls of a model for batches: tensors, tuples of arguments, or mappings of keyword arguments.
 
     Raises:
@@ -29,7 +30,7 @@ def calls_of(calibration: Iterable[TorchValue]) -> list[Call]:
             "calibration data are several batches",
             "pass calibration=[batch, ...]; a batch is a tensor, a tuple of arguments, or a dict of keyword arguments",
         )
-    found = [whole_call(_call(batch)) for batch in calibration]
+    found = [whole_call(_call(batch)) for batch in cast("Iterable[TorchValue]", calibration)]
     if not found:
         raise CalibrationError(
             "quantize with calibration data",

@@ -51,8 +51,7 @@ class QuantizedLinear(nn.Module):
         return values_in(stored, self.scheme, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not x.is_floating_point() or x.itemsize == 1:
-            raise self._no_numbers(x)
+        self._check_inputs(x)
         inputs = self.scheme.input_activations
         if inputs is None:
             return F.linear(x, self.dequantized().to(x.dtype), self.bias)
@@ -64,13 +63,15 @@ class QuantizedLinear(nn.Module):
         rounded = self._rounded(exact, inputs)
         return F.linear(rounded + (x - exact) if is_derived else rounded, self.dequantized().to(x.dtype), self.bias)
 
-    def _no_numbers(self, x: Tensor) -> QuantizeError:
-        return QuantizeError(
-            f"call {self!r}",
-            f"inputs of {x.dtype}",
-            "some models convert the inputs of a layer to the dtype of its weight, which has codes here",
-            "pass floating-point inputs; if the model converts them, leave this layer out: ignore=(its name,)",
-        )
+    def _check_inputs(self, x: Tensor) -> None:
+        """Raise QuantizeError for inputs that are codes."""
+        if not x.is_floating_point() or x.itemsize == 1:
+            raise QuantizeError(
+                f"call {self!r}",
+                f"inputs of {x.dtype}",
+                "some models convert the inputs of a layer to the dtype of its weight, which has codes here",
+                "pass floating-point inputs; if the model converts them, leave this layer out: ignore=(its name,)",
+            )
 
     def _rounded(self, x: Tensor, inputs: NumberFormat) -> Tensor:
         """Return the inputs rounded to their numbers."""

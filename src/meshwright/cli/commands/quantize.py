@@ -54,6 +54,12 @@ def _scheme(settings: argparse.Namespace) -> Scheme:
 def _check_settings(settings: argparse.Namespace, scheme: Scheme) -> None:
     """Raise UsageError, before anything runs, for options that are missing or cannot be met."""
     check_folder(settings.html)
+    if settings.dry_run and settings.html:
+        raise UsageError(
+            "meshwright quantize: --html with --dry-run\n"
+            "  why: the page shows the errors of quantized layers, and a dry run quantizes nothing\n"
+            "  fix: leave out --html, or --dry-run"
+        )
     if settings.dry_run:
         return
     if not settings.out:

@@ -365,7 +365,7 @@ def quantize_parser() -> Parser:
         "--ignore",
         action="append",
         metavar="NAME",
-        help="also leave out layers of this name, class or re:EXPRESSION; lm_head always stays",
+        help="also leave out layers of this name, class or re:PATTERN (lm_head)",
     )
     data = parser.add_argument_group("data")
     data.add_argument("--data", metavar="FILE", help="a text, or file.py:function, which returns batches")
