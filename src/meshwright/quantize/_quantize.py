@@ -37,7 +37,8 @@ def quantize(
 
     Raises:
         QuantizeError: the scheme does not exist or does not fit a layer. The model is unchanged.
-        CalibrationError: calibration data is missing, too small, or not finite. The model is unchanged.
+        CalibrationError: calibration data is missing, too small, not finite, or not the same on every rank, or the
+            model fails with a batch. The model is unchanged.
 
     >>> model = quantize(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), "int8-dynamic")
     >>> model[2]
