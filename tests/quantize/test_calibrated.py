@@ -177,7 +177,7 @@ def test_ranks_with_other_batches_are_refused() -> None:
         mw.simulate(program, 2)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", ["gptq", "smoothquant"])
 def test_a_cache_of_keys_and_values_is_not_used(method: Any) -> None:
     """Blocks run several times, and each run would add to a cache. The decoder of T5 has a configuration of its own."""
     sizes = {"vocab_size": 24, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}

@@ -134,7 +134,7 @@ def no_layer(model: nn.Module, targets: tuple[str, ...], ignore: tuple[str, ...]
     return QuantizeError(
         asked,
         f"a {type(model).__name__} with " + (", ".join(names[:3]) or "no linear layer"),
-        "no layer is left: others are ignored, use the weight of another module, or have a forward of their own",
+        "no layer is left: others are ignored, rounded already, share their weight, or have a forward of their own",
         "write other patterns; meshwright.quantize.outline(model, scheme).left_out has the reason for each layer"
         if names
         else "pass a model with nn.Linear layers",
