@@ -89,6 +89,20 @@ def test_a_failure_leaves_no_folder(files: Path, capsys: pytest.CaptureFixture[s
     assert {path for path in files.iterdir() if path.name != "__pycache__"} == before
 
 
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        (["--ignore", "re:*.up"], r"write ignore=(re:.*\\.up,)"),
+        (["--html", "page.html"], "leave out --html, or --dry-run"),
+    ],
+)
+def test_a_wrong_option_is_an_error_of_usage(
+    options: list[str], fix: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quantize", f"{files / 'net.py'}:build", "--dry-run", *options]) == 2
+    assert fix in capsys.readouterr().err
+
+
 def test_a_full_disk_is_found_before_the_work(
     files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

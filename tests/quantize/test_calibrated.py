@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import meshwright as mw
@@ -143,7 +144,10 @@ def test_layers_with_inputs_that_are_always_zero() -> None:
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "no batch": (list, "at least one batch"),
     "NaN": (lambda: [*batches(), torch.full((2, 64), float("nan"))], "remove the batch"),
-    "wrong shape": (lambda: [torch.ones(2, 63)], ""),
+    "wrong shape": (lambda: [torch.ones(2, 63)], "batch 0 fails with RuntimeError"),
+    "a later batch": (lambda: [*batches(), torch.ones(2, 64, dtype=torch.long)], "batch 5 fails with RuntimeError"),
+    "one batch": (lambda: batches(1)[0], "calibration=[batch, ...]"),
+    "a number": (lambda: 3, "calibration=[batch, ...]"),
 }
 
 
@@ -155,13 +159,44 @@ def test_bad_calibration_data_leaves_the_model_as_it_was(case: str, ranks: int) 
     def program() -> list[str]:
         model = perceptron() if ranks == 1 else MESHES["tp 2"].marked(perceptron())
         before = state_of(model)
-        with pytest.raises((CalibrationError, RuntimeError)) as caught:
+        with pytest.raises(CalibrationError) as caught:
             mw.quantize(model, GPTQ, data())
         assert fix in str(caught.value)
         assert model.training
         return differences(before, state_of(model))
 
     assert mw.simulate(program, ranks) == [[]] * ranks
+
+
+def test_ranks_with_other_batches_are_refused() -> None:
+    def program() -> None:
+        model = MESHES["tp 2"].marked(perceptron())
+        mw.quantize(model, GPTQ, batches(2 + mw.get_rank()))
+
+    with pytest.raises(CalibrationError, match="batches of rank 1 that differ"):
+        mw.simulate(program, 2)
+
+
+@pytest.mark.parametrize("method", ["gptq", "smoothquant"])
+def test_a_cache_of_keys_and_values_is_not_used(method: Any) -> None:
+    """Blocks run several times, and each run would add to a cache. The decoder of T5 has a configuration of its own."""
+    sizes = {"vocab_size": 24, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    settings: dict[str, Any] = sizes | {"decoder_start_token_id": 0}
+    ids = torch.arange(16).view(2, 8)
+    scheme = Scheme(INT4, method=method)
+
+    def quantized(cached: bool, **asked: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**settings))
+        for module in model.modules():
+            vars(module).get("config", model.config).use_cache = cached
+        mw.quantize(model, scheme, [dict(input_ids=ids + k, labels=ids, **asked) for k in range(3)])
+        assert model.decoder.config.use_cache is cached
+        return state_of(model)
+
+    without = quantized(cached=False)
+    assert differences(without, quantized(cached=True)) == []
+    assert differences(without, quantized(cached=False, use_cache=True)) == []
 
 
 def test_a_layer_without_inputs_is_named() -> None:

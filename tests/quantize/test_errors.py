@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import meshwright as mw
 from meshwright.quantize import CalibrationError, NumberFormat, QuantizeError, Scheme
@@ -27,6 +28,16 @@ def on_meta() -> nn.Module:
         return perceptron()
 
 
+def without_numbers() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.in_features = 0  # torch warns of a layer that begins without numbers
+    return nn.Sequential(layer)
+
+
+def gates() -> nn.Module:
+    return nn.ModuleDict({"gate": nn.Linear(4, 4), "up": nn.Linear(4, 4)})
+
+
 CASES: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "unknown scheme": (perceptron, "w4a16-gpqt", "write 'w4a16-gptq'"),
     "scheme of another library": (perceptron, object(), 'mw.quantize(model, "w4a16")'),
@@ -35,10 +46,16 @@ CASES: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "meta device": (on_meta, "int8", "mw.materialize"),
     "quantized already": (lambda: mw.quantize(perceptron(), "int8"), "int8", "quantize the original model"),
     "no module": (lambda: [nn.Linear(4, 4)], "int8", "quantize the module"),
-    "no layer": (nn.ReLU, "int8", "targets=('Linear',)"),
-    "a name with a mistake": (
-        lambda: nn.ModuleDict({"gate": nn.Linear(4, 4)}), Scheme.preset("int8", targets=("gat",)), "targets=('gate',)",
-    ),
+    "no layer": (nn.ReLU, "int8", "pass a model with nn.Linear layers"),
+    "layers of GPT-2": (lambda: nn.Sequential(Conv1D(4, 4)), "int8", "an nn.Linear that has the transposed weight"),
+    "all layers ignored": (perceptron, Scheme.preset("int8", ignore=("Linear",)), "left_out"),
+    "a name with a mistake": (gates, Scheme.preset("int8", targets=("gat",)), "write 'gate'"),
+    "one of two names with a mistake": (perceptron, Scheme.preset("int8", targets=("0", "twoo")), "remove the pattern"),
+    "an ignored name with a mistake": (gates, Scheme.preset("int8", ignore=("gaet",)), "write 'gate'"),
+    "an expression with a mistake": (gates, Scheme.preset("int8", ignore=("re:.*gat[^e]$",)), "write 'gate'"),
+    "stars": (gates, Scheme.preset("int8", ignore=("*.gate",)), r"'re:.*\\.gate'"),
+    "a lazy layer": (lambda: nn.Sequential(nn.LazyLinear(4)), "int8", "call the model once before"),
+    "rows of no numbers": (without_numbers, "int8", "ignore=('0',)"),
 }  # fmt: skip
 
 
@@ -46,11 +63,12 @@ CASES: dict[str, tuple[Callable[[], Any], Any, str]] = {
 def test_bad_input_is_refused(case: str) -> None:
     make, scheme, fix = CASES[case]
     model = make()
-    before = {name: x.clone() for name, x in model.state_dict().items()} if isinstance(model, nn.Module) else {}
+    has_numbers = case not in ("meta device", "no module", "a lazy layer")
+    before = {name: x.clone() for name, x in model.state_dict().items()} if has_numbers else {}
     with pytest.raises(QuantizeError) as caught:
         mw.quantize(model, scheme)
     assert fix in caught.value.write
-    if case not in ("meta device", "no module"):
+    if has_numbers:
         after = model.state_dict()
         assert all(torch.equal(x, after[name]) or not x.isfinite().all() for name, x in before.items())
 
@@ -68,6 +86,10 @@ def test_bad_input_is_refused(case: str) -> None:
         (lambda: Scheme(NumberFormat(4, "nf"), method="gptq"), "nearest"),
         (lambda: Scheme.preset("int8", group_size=32), "group_size"),
         (lambda: Scheme(NumberFormat(8), NumberFormat(8, strategy="token")), "dynamic=True"),
+        (lambda: Scheme.preset("int8", ignore="lm_head"), "ignore=('lm_head',)"),  # pyright: ignore[reportArgumentType]
+        (lambda: Scheme.preset("int8", targets=("re:*.up",)), r"'re:.*\\.up'"),
+        (lambda: mw.convert_to_float8_training(gates(), targets="up"), "('up',)"),  # pyright: ignore[reportArgumentType]
+        (lambda: mw.convert_to_float8_training(gates(), ignore=("upp",)), "write 'up'"),
     ],
 )  # fmt: skip
 def test_a_scheme_that_does_not_fit_is_refused(make: Callable[[], Any], fix: str) -> None:

@@ -137,3 +137,16 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "q").exists()
     with pytest.raises(QuantizeError, match="config"):
         mw.load_quantized(perceptron(), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../note", "a/b", "config.json", "model.safetensors", ".."])
+def test_files_beside_have_names_of_their_own(name: str, tmp_path: Path) -> None:
+    with pytest.raises(QuantizeError, match="names in the new folder"):
+        mw.save_quantized(mw.quantize(perceptron(), "int8"), tmp_path / "q", files={name: b""})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_quantized_model_is_not_filled(tmp_path: Path) -> None:
+    saved(tmp_path / "q", "int8")
+    with pytest.raises(QuantizeError, match="before its quantization"):
+        mw.load_quantized(mw.quantize(perceptron(), "int8"), tmp_path / "q")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.quantize import QuantizedLinear, Scheme
+from meshwright.quantize import QuantizedLinear, QuantizeError, Scheme, outline
 
 from .models import MESHES, SCHEMES, batches, perceptron
 
@@ -128,3 +129,64 @@ def test_a_layer_with_a_forward_of_its_own_stays(convert: Any) -> None:
     model = convert(nn.Sequential(nn.Linear(8, 8), Doubled(8, 8)), "int8")
     assert type(model[0]) is not nn.Linear
     assert type(model[1]) is Doubled
+
+
+ROUNDED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "int8": lambda model: mw.quantize(model, "int8"),
+    "int8-dynamic": lambda model: mw.quantize(model, "int8-dynamic"),
+    "fp8": lambda model: mw.quantize(model, "fp8", [torch.randn(2, 5, 64)]),
+    "qat": lambda model: mw.prepare_qat(model, SCHEMES["int3"]),
+    "float8 training": mw.convert_to_float8_training,
+}
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+@torch.no_grad()
+def test_an_encoder_layer_of_torch_rounds_in_evaluation_too(kind: str) -> None:
+    """Its fused operator for evaluation reads the weights of its linear layers, and does not call them."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, dropout=0, batch_first=True), 2)
+    model, x = ROUNDED[kind](model), torch.randn(2, 5, 64)
+    torch.testing.assert_close(model.eval()(x), model.train()(x), rtol=1e-5, atol=1e-5)
+
+
+def test_code_that_reads_the_weight_gets_numbers_or_an_error() -> None:
+    layer: Any = mw.quantize(nn.Linear(64, 64).bfloat16(), "int8")
+    assert layer.weight.dtype == torch.bfloat16
+    torch.testing.assert_close(layer.weight, layer.dequantized(), rtol=0, atol=0)
+    codes: Any = mw.quantize(nn.Linear(64, 64), "int8-dynamic")
+    with pytest.raises(QuantizeError, match="leave this layer out"):
+        codes(torch.randn(2, 64).to(codes.weight.dtype))
+
+
+@pytest.mark.parametrize("scheme", ["int8-dynamic", "fp8-dynamic", "mxfp4-dynamic"])
+def test_the_gradient_of_inputs_ignores_their_rounding(scheme: str) -> None:
+    layer: Any = mw.quantize(nn.Linear(64, 48), scheme)
+    x, grad = torch.randn(3, 64, requires_grad=True), torch.randn(3, 48)
+    out = layer(x)
+    out.backward(grad)
+    torch.testing.assert_close(x.grad, grad @ layer.dequantized(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.detach(), layer(x.detach()), rtol=0, atol=0)
+
+
+def test_a_plan_leaves_layers_that_are_quantized_before_it() -> None:
+    def program() -> tuple[Tensor, bool]:
+        model = mw.quantize(perceptron(), "int8")
+        mw.parallelize(model, None, mw.ProcessMesh([0, 1], ["tp"]), mw.Parallelism({"0": mw.ColwiseParallel()}))
+        return mw.unshard_dtensor(model(batches(1)[0])), "weight" in vars(model.get_submodule("0"))
+
+    exact = mw.quantize(perceptron(), "int8")(batches(1)[0])
+    for found, has_copy in mw.simulate(program, 2):
+        torch.testing.assert_close(found, exact)
+        assert not has_copy
+
+
+def test_an_outline_names_experts_and_presets() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.ones(4, 8, 16))
+
+    found = outline(nn.ModuleDict({"experts": Experts(), "gate": nn.Linear(8, 4)}), "int8")
+    assert list(found.layers) == ["gate"]
+    assert found.left_out == {"experts.up": "a tensor with the weights of several layers"}

@@ -1,6 +1,7 @@
 """Quantization: schemes, methods, quantized layers, and checkpoints of quantized models.
 
 _scheme             NumberFormat, Scheme: which layers become which numbers, by which method; presets
+_patterns           patterns that choose layers: names, classes, regular expressions
 _rounding           scales, codes and values: plain torch, equal on one device and on every mesh
 _packing            codes of few bits in int32 words
 _stored_weight      the tensors that hold a quantized weight, their shapes and layouts

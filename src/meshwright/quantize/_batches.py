@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import cast
 
+import torch
 from torch import Tensor
 
-from meshwright.layout import TorchValue
+from meshwright.layout import MeshwrightError, TorchValue
 from meshwright.tensor import tensors_in
 
 from ._errors import CalibrationError
@@ -14,19 +17,26 @@ from ._one_device import Call, whole_call
 from ._ranks import PIECES
 
 
-def calls_of(calibration: Iterable[TorchValue]) -> list[Call]:
+def calls_of(calibration: object) -> list[Call]:
     """Return the calls of a model for batches: tensors, tuples of arguments, or mappings of keyword arguments.
 
     Raises:
-        CalibrationError: there is no batch, or one with NaN or infinity.
+        CalibrationError: the data are no batches, there is no batch, or one with NaN or infinity.
     """
-    found = [whole_call(_call(batch)) for batch in calibration]
+    if isinstance(calibration, (Tensor, Mapping, str)) or not isinstance(calibration, Iterable):
+        raise CalibrationError(
+            "quantize with calibration data",
+            f"an object of type {type(calibration).__name__}",
+            "calibration data are several batches",
+            "pass calibration=[batch, ...]; a batch is a tensor, a tuple of arguments, or a dict of keyword arguments",
+        )
+    found = [whole_call(_call(batch)) for batch in cast("Iterable[TorchValue]", calibration)]
     if not found:
         raise CalibrationError(
             "quantize with calibration data",
             "no batch",
             "the methods need the inputs of each layer",
-            "pass at least one batch; 128 sequences of real text are usual",
+            "pass at least one batch, and each rank an iterator of its own; 128 sequences of real text are usual",
         )
     for number, call in enumerate(found):
         if any(not bool(x.isfinite().all()) for x in tensors_in(call) if x.is_floating_point()):
@@ -39,9 +49,43 @@ def calls_of(calibration: Iterable[TorchValue]) -> list[Call]:
     return found
 
 
+def refuse_differences(fingerprints: Sequence[object]) -> None:
+    """Raise CalibrationError if ranks have other batches, given the fingerprint of each rank."""
+    other = next((rank for rank, told in enumerate(fingerprints) if told != fingerprints[0]), None)
+    if other is not None:
+        raise CalibrationError(
+            "quantize with calibration data",
+            f"batches of rank {other} that differ from those of rank 0",
+            "every rank gets the same batches, and runs its share of them",
+            "pass the same batches on every rank, without a sampler for each rank",
+        )
+
+
+def fingerprint(calls: Iterable[Call]) -> list[tuple[str, float]]:
+    """Return the shape and the sum of each tensor of the batches, which differ if batches do, but for rare cases."""
+    return [(f"{x.dtype}{list(x.shape)}", float(x.double().sum())) for x in tensors_in(list(calls))]
+
+
+@contextmanager
+def naming_batch(number: int) -> Generator[None]:
+    """Run the block for one batch: an error in the code of the model becomes a CalibrationError with its number."""
+    try:
+        yield
+    except (MeshwrightError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise CalibrationError(
+            "quantize with calibration data",
+            f"batch {number} fails with {type(error).__name__}: {error}",
+            "the code of the model cannot run with this batch",
+            "pass batches for which model(batch), model(*batch) or model(**batch) runs",
+        ) from error
+
+
 def _call(batch: TorchValue) -> Call:
     if isinstance(batch, Mapping):
-        return (), dict(batch)
+        cache = {"use_cache": False} if "use_cache" in batch else {}
+        return (), {**batch, **cache}
     if isinstance(batch, (tuple, list)) and not isinstance(batch, Tensor):
         return tuple(batch), {}
     return (batch,), {}

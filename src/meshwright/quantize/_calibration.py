@@ -16,7 +16,7 @@ from meshwright.layout import TorchValue
 from meshwright.tensor import DistTensor, tensors_in
 
 from ._awq import errors
-from ._batches import calls_of, first_batch, piece, sampled
+from ._batches import calls_of, fingerprint, first_batch, naming_batch, piece, refuse_differences, sampled
 from ._errors import CalibrationError
 from ._gptq import PANEL, factor, round_rows
 from ._layers import Layers
@@ -56,6 +56,7 @@ class Calibration:
         """Return the quantized layers by name; `parameters` has the changed parameters of norms."""
         with in_evaluation(self.model):
             calls = self.ranks.agreed(lambda: calls_of(calibration))
+            refuse_differences(self.ranks.gathered(fingerprint(calls)))
             self.count = len(calls)
             mine = {i: calls[i] for p in self.ranks.pieces_of(self.ranks.rank) for i in piece(p, self.count)}
             if not self._run_chain(calls[0], mine):
@@ -69,10 +70,10 @@ class Calibration:
             return False
         blocks = [self.model.get_submodule(name) for name in names]
         outside, state = whole_state(self.model, blocks), whole_state(blocks[0])
-        chain = self.ranks.agreed(lambda: find_chain(self.model, self.layers, outside, state, first))
+        chain = self.ranks.agreed(lambda: self._chain(outside, state, first))
         if chain is None:
             return False
-        calls = self.ranks.agreed(lambda: {i: self._blocks(chain, outside, call) for i, call in mine.items()})
+        calls = self.ranks.agreed(lambda: {i: self._blocks(chain, outside, i, call) for i, call in mine.items()})
         given = {i: blocks_of_call[0] for i, blocks_of_call in calls.items()}
         for at, name in enumerate(names):
             state = state if at == 0 else whole_state(blocks[at])
@@ -81,8 +82,13 @@ class Calibration:
         self._run_rest(chain, outside, mine, given)
         return True
 
-    def _blocks(self, chain: Chain, outside: Mapping[str, Tensor], call: Call) -> list[Call]:
-        found = calls_of_blocks(self.model, chain, outside, call)
+    def _chain(self, outside: Mapping[str, Tensor], state: Mapping[str, Tensor], first: Call) -> Chain | None:
+        with naming_batch(0):
+            return find_chain(self.model, self.layers, outside, state, first)
+
+    def _blocks(self, chain: Chain, outside: Mapping[str, Tensor], number: int, call: Call) -> list[Call]:
+        with naming_batch(number):
+            found = calls_of_blocks(self.model, chain, outside, call)
         if found is None:
             raise CalibrationError(
                 "calibrate a model block by block",

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from math import gcd
 from typing import TypeGuard
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from ._errors import QuantizeError
+from ._patterns import matches, refuse_unused
 from ._quantized_linear import QuantizedLinear
 from ._scheme import Scheme
 
@@ -25,6 +25,17 @@ class RoundedLinear(nn.Linear):
 
 _CONTENTS = {"_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"}
 """The attributes of every module that hold its tensors and its modules; the others are its hooks and its mode."""
+
+
+def check_module(model: object) -> None:
+    """Raise QuantizeError if the model is no module."""
+    if not isinstance(model, nn.Module):
+        raise QuantizeError(
+            f"quantize a {type(model).__name__}",
+            "an object that is no module",
+            "layers are found in a module, and changed there",
+            "quantize the module, and then make the optimizer, or the static program, from it",
+        )
 
 
 def layers_of(model: nn.Module, scheme: Scheme) -> Layers:
@@ -52,16 +63,23 @@ def select_layers(model: nn.Module, scheme: Scheme) -> Layers:
     """
     refuse_quantized(model)
     shared = shared_weights(model)
-    found: Layers = {
-        name: module
-        for name, module in model.named_modules()
-        if is_linear(module) and computes_as_linear(module)
-        if id(module.weight) not in shared and is_target(name, module, scheme)
+    linear = linear_layers(model)
+    found = {
+        name: layer
+        for name, layer in linear.items()
+        if id(layer.weight) not in shared and is_target(name, layer, scheme)
     }
+    if linear:
+        refuse_unused(model, linear, scheme.targets, scheme.ignore)
     if not found:
         raise no_layer(model, scheme.targets, scheme.ignore)
     _check_groups(found, scheme)
     return found
+
+
+def linear_layers(model: nn.Module) -> Layers:
+    """Return the linear layers of a model that compute as `nn.Linear` does."""
+    return {name: module for name, module in model.named_modules() if is_linear(module) and computes_as_linear(module)}
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -89,14 +107,6 @@ def is_target(name: str, module: nn.Module, scheme: Scheme) -> bool:
     return matches(name, module, scheme.targets) and not matches(name, module, scheme.ignore)
 
 
-def matches(name: str, module: nn.Module, patterns: tuple[str, ...]) -> bool:
-    """True if a pattern is the name, the name of the class, or a regular expression that matches the name."""
-    classes = [cls.__name__ for cls in type(module).__mro__]
-    return any(
-        re.match(p[3:], name) is not None if p.startswith("re:") else p == name or p in classes for p in patterns
-    )
-
-
 def refuse_quantized(model: nn.Module) -> None:
     """Raise QuantizeError if the model has quantized layers."""
     name = next((name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)), None)
@@ -110,15 +120,24 @@ def refuse_quantized(model: nn.Module) -> None:
 
 
 def no_layer(model: nn.Module, targets: tuple[str, ...], ignore: tuple[str, ...]) -> QuantizeError:
-    """Return the error for patterns that match no linear layer."""
-    names = [name for name, module in model.named_modules() if is_linear(module) and computes_as_linear(module)]
-    near = [close for target in targets for close in get_close_matches(target, names, 1)]
-    shown = ", ".join((near or names)[:3]) or "no linear layer"
+    """Return the error for patterns that leave no linear layer."""
+    asked = f"quantize the layers {list(targets)} without {list(ignore)}"
+    transposed = sum(type(module).__name__ == "Conv1D" for module in model.modules())
+    if transposed:
+        return QuantizeError(
+            asked,
+            f"a {type(model).__name__} with {transposed} layers of the class Conv1D",
+            "only nn.Linear is quantized; Conv1D of transformers stores the transposed weight",
+            "replace each of them with an nn.Linear that has the transposed weight, and call again",
+        )
+    names = list(linear_layers(model))
     return QuantizeError(
-        f"quantize the layers {list(targets)} without {list(ignore)}",
-        f"a {type(model).__name__} with {shown}",
-        "no layer matches: a pattern is the name of a layer or of a class, or a regular expression after 're:'",
-        f"write targets=({near[0]!r},)" if near else "write targets=('Linear',), and ignore=()",
+        asked,
+        f"a {type(model).__name__} with " + (", ".join(names[:3]) or "no linear layer"),
+        "no layer is left: others are ignored, rounded already, share their weight, or have a forward of their own",
+        "write other patterns; meshwright.quantize.outline(model, scheme).left_out has the reason for each layer"
+        if names
+        else "pass a model with nn.Linear layers",
     )
 
 
@@ -138,6 +157,13 @@ def _check_trained_for(name: str, layer: nn.Linear, scheme: Scheme) -> None:
 
 def _check_weight(name: str, layer: nn.Linear) -> None:
     weight = layer.weight
+    if is_lazy(weight) or not layer.in_features:
+        raise QuantizeError(
+            f"quantize {name}",
+            "a weight without a shape" if is_lazy(weight) else "a weight with rows of 0 numbers",
+            "a row of numbers has a scale",
+            f"call the model once before, if its layers are lazy; or leave the layer out: ignore=({name!r},)",
+        )
     if weight.is_meta:
         raise QuantizeError(
             f"quantize {name}",
@@ -172,6 +198,19 @@ def _check_groups(layers: Layers, scheme: Scheme) -> None:
         )
 
 
+def call_layers(model: nn.Module) -> dict[nn.TransformerEncoderLayer, int]:
+    """Make the encoder layers of torch call their linear layers, also in evaluation; return their earlier setting.
+
+    In evaluation, such a layer passes the weights to one fused operator if its activation is a known one. The operator
+    would compute with exact weights, or fail with codes.
+    """
+    layers = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    before = {layer: layer.activation_relu_or_gelu for layer in layers}
+    for layer in layers:
+        layer.activation_relu_or_gelu = 0
+    return before
+
+
 def change_class(layer: nn.Linear, new: type[RoundedLinear]) -> None:
     """Give a layer another class, in place.
 
@@ -192,4 +231,5 @@ def convert_layers(model: nn.Module, new: Mapping[str, QuantizedLinear]) -> nn.M
         vars(module).clear()
         vars(module).update({**vars(layer), **stays})
         module.__class__ = type(layer)
+    call_layers(model)
     return model

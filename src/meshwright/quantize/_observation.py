@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.layout import TorchValue
 
+from ._batches import naming_batch
 from ._layers import is_linear
 from ._ranks import TreeSum
 
@@ -62,7 +63,8 @@ def observe(
             for i in batches:
                 inputs.clear()
                 norms.clear()
-                seen.outputs[i] = run(i)
+                with naming_batch(i):
+                    seen.outputs[i] = run(i)
                 _add_inputs(seen, sums, inputs, norms, summed)
             for group in seen.sums.keys() | sums.keys():
                 _tree(seen, group, piece, pieces[0][0]).add(piece, sums.get(group))

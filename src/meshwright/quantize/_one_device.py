@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from meshwright.layout import TorchValue
 from meshwright.tensor import STAGE_SPLIT, ReshardMark, capturing, full_tensor, map_tensors, tensors_in
 
 from ._errors import QuantizeError
+from ._layers import call_layers
 
 Call = tuple[tuple[TorchValue, ...], dict[str, TorchValue]]
 """Positional and keyword arguments of a module."""
@@ -71,17 +73,35 @@ def whole_call(call: Call) -> Call:
 
 @contextmanager
 def in_evaluation(model: nn.Module) -> Generator[None]:
-    """Run the block with all modules in evaluation mode, and without caches of keys and values."""
+    """Run the block with all modules in evaluation mode, and without caches of keys and values.
+
+    A block runs several times with the same arguments, and each run would add to its cache. Modules of one model have
+    several configurations, such as that of the decoder of T5. Simulated ranks may share one, so modules get copies.
+    """
     training = {module: module.training for module in model.modules()}
-    config: Any = getattr(model, "config", None)
-    cached = getattr(config, "use_cache", None)
+    configs = {module: vars(module)["config"] for module in training if _has_cache(vars(module).get("config"))}
+    copies = {id(config): _without_cache(config) for config in configs.values()}
+    encoder_layers = call_layers(model)
     model.eval()
-    if cached:
-        config.use_cache = False
+    for module, config in configs.items():
+        vars(module)["config"] = copies[id(config)]
     try:
         yield
     finally:
         for module, was in training.items():
             module.training = was
-        if cached:
-            config.use_cache = cached
+        for module, config in configs.items():
+            vars(module)["config"] = config
+        for layer, was in encoder_layers.items():
+            layer.activation_relu_or_gelu = was
+
+
+def _has_cache(config: Any) -> bool:
+    """True for the configuration of a model that makes a cache if a call does not decide."""
+    return getattr(config, "use_cache", None) is True
+
+
+def _without_cache(config: Any) -> Any:
+    found = copy(config)
+    found.use_cache = False
+    return found

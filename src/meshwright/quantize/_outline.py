@@ -8,8 +8,8 @@ from math import prod
 
 from torch import Tensor, nn
 
-from ._layers import computes_as_linear, is_linear, is_target, select_layers, shared_weights
-from ._scheme import Scheme
+from ._layers import check_module, computes_as_linear, is_linear, is_target, select_layers, shared_weights
+from ._scheme import Scheme, scheme_of
 from ._stored_weight import stored_dtypes, stored_shapes
 
 
@@ -18,7 +18,8 @@ class Outline:
     """The layers that a scheme quantizes, and the bytes of a model before and after.
 
     `layers` has the bytes of the weight of each quantized layer, before and after. `left_out` has the reason for each
-    linear layer that stays. `others` counts the bytes of all tensors that stay.
+    linear layer that stays, and for each tensor that holds the weights of several experts. `others` counts the bytes of
+    all tensors that stay.
     """
 
     layers: dict[str, tuple[int, int]]
@@ -36,26 +37,39 @@ class Outline:
         return self.others + sum(after for _, after in self.layers.values())
 
 
-def outline(model: nn.Module, scheme: Scheme) -> Outline:
+def outline(model: nn.Module, scheme: Scheme | str = "int8") -> Outline:
     """Return the layers that a scheme quantizes, and the bytes before and after. The model may be on the meta device.
 
-    Raises:
-        QuantizeError: there is no layer, the model is quantized already, or the rows of a layer do not fit.
+    `scheme` is a Scheme or the name of a preset.
 
-    >>> found = outline(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)), Scheme.preset("int8"))
+    Raises:
+        QuantizeError: the scheme does not exist, there is no layer, the model is quantized already,
+            or the rows of a layer do not fit.
+
+    >>> found = outline(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)), "int8")
     >>> found.layers, found.before, found.after
     ({'0': (16384, 4368), '2': (2048, 560)}, 18720, 5216)
     """
-    layers = select_layers(model, scheme)
+    chosen = scheme_of(scheme)
+    check_module(model)
+    layers = select_layers(model, chosen)
     quantized = {id(layer.weight) for layer in layers.values()}
     shared = shared_weights(model)
     left_out = {
-        name: _reason(name, module, scheme, shared)
+        name: _reason(name, module, chosen, shared)
         for name, module in model.named_modules()
         if is_linear(module) and name not in layers
-    }
-    sizes = {name: (_nbytes(layer.weight), stored_bytes(layer, scheme)) for name, layer in layers.items()}
+    } | dict.fromkeys(_stacks(model), "a tensor with the weights of several layers")
+    sizes = {name: (_nbytes(layer.weight), stored_bytes(layer, chosen)) for name, layer in layers.items()}
     return Outline(sizes, left_out, sum(_nbytes(x) for x in _tensors(model) if id(x) not in quantized))
+
+
+def _stacks(model: nn.Module) -> Iterable[str]:
+    """Return the names of parameters that hold a matrix for each expert."""
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)):
+            own = module.named_parameters(name, recurse=False)
+            yield from (key for key, x in own if x.dim() == 3 and min(x.shape) > 1)
 
 
 def _reason(name: str, layer: nn.Linear, scheme: Scheme, shared: set[int]) -> str:

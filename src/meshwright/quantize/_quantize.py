@@ -11,11 +11,11 @@ from meshwright.layout import TorchValue
 from meshwright.tensor import DistTensor, distribute_as
 
 from ._calibration import Calibration
-from ._errors import CalibrationError, QuantizeError
-from ._layers import Layers, convert_layers, layers_of
+from ._errors import CalibrationError
+from ._layers import Layers, check_module, convert_layers, layers_of
 from ._quantized_linear import QuantizedLinear
 from ._rounding import scales_of, to_codes
-from ._scheme import Scheme
+from ._scheme import Scheme, scheme_of
 from ._stored_weight import placed_like, store
 
 
@@ -37,7 +37,8 @@ def quantize(
 
     Raises:
         QuantizeError: the scheme does not exist or does not fit a layer. The model is unchanged.
-        CalibrationError: calibration data is missing, too small, or not finite. The model is unchanged.
+        CalibrationError: calibration data is missing, too small, not finite, or not the same on every rank, or the
+            model fails with a batch. The model is unchanged.
 
     >>> model = quantize(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), "int8-dynamic")
     >>> model[2]
@@ -65,35 +66,6 @@ def _nearest_layers(layers: Layers, scheme: Scheme, progress: Callable[[str], No
         found[name] = nearest_layer(layer, scheme)
         progress(f"{name or 'the model'}: relative error {found[name].error:.2g}")
     return found
-
-
-def scheme_of(scheme: object) -> Scheme:
-    """Return the scheme, or the preset of this name.
-
-    Raises:
-        QuantizeError: it is neither a scheme nor the name of a preset.
-    """
-    if isinstance(scheme, Scheme):
-        return scheme
-    if isinstance(scheme, str):
-        return Scheme.preset(scheme)
-    raise QuantizeError(
-        f"quantize by {scheme!r}",
-        f"a {type(scheme).__name__}",
-        "a scheme is a Scheme, or the name of a preset",
-        'write mw.quantize(model, "w4a16"); torchao\'s quantize_ and its configurations do not know marked models',
-    )
-
-
-def check_module(model: object) -> None:
-    """Raise QuantizeError if the model is no module."""
-    if not isinstance(model, nn.Module):
-        raise QuantizeError(
-            f"quantize a {type(model).__name__}",
-            "an object that is no module",
-            "layers are found in a module, and changed there",
-            "quantize the module, and then make the optimizer, or the static program, from it",
-        )
 
 
 def _no_calibration(scheme: Scheme) -> CalibrationError:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._errors import QuantizeError
 from ._rounding import nearest, scales_of, to_codes, to_values
 from ._scheme import NumberFormat, Scheme
-from ._stored_weight import INPUT_SCALE, SCALE, WEIGHT, ZERO, is_packed, values_in
+from ._stored_weight import INPUT_SCALE, PACKED, SCALE, WEIGHT, ZERO, is_packed, values_in
 
 
 class QuantizedLinear(nn.Module):
     """A linear layer with a quantized weight, and with quantized inputs if the scheme says so.
 
-    The buffers hold the weight in the stored form of the scheme. `error` is the relative error of the layer's outputs
-    on the calibration data, or that of its weight without such data; None if the layer was loaded.
+    The buffers hold the weight in the stored form of the scheme. If it is packed, `weight` is `dequantized()`, because
+    some models read the dtype of a layer's weight. `error` is the relative error of the layer's outputs on the
+    calibration data, or that of its weight without such data; None if the layer was loaded. The gradient of the inputs
+    ignores their rounding: `x - x.detach()` is zero and carries it (straight-through estimator, Bengio et al. 2013).
     """
 
     bias: nn.Parameter | None
@@ -38,18 +42,36 @@ class QuantizedLinear(nn.Module):
             self.register_buffer(name, tensor)
         self.register_parameter("bias", bias)
 
+    def __getattr__(self, name: str) -> Any:
+        return self.dequantized() if name == WEIGHT and PACKED in self._buffers else super().__getattr__(name)
+
     def dequantized(self) -> Tensor:
         """Return the weight as numbers, in the dtype of the scales; float32 for floats of 4 bits."""
         stored = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
         return values_in(stored, self.scheme, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
+        self._check_inputs(x)
         inputs = self.scheme.input_activations
         if inputs is None:
             return F.linear(x, self.dequantized().to(x.dtype), self.bias)
+        exact = x.detach()
+        is_derived = x.requires_grad and torch.is_grad_enabled()
         if self._multiplies_integers(x):
-            return self._integer_product(x, inputs)
-        return F.linear(self._rounded(x, inputs), self.dequantized().to(x.dtype), self.bias)
+            out = self._integer_product(exact, inputs)
+            return out + F.linear(x - exact, self.dequantized().to(x.dtype)) if is_derived else out
+        rounded = self._rounded(exact, inputs)
+        return F.linear(rounded + (x - exact) if is_derived else rounded, self.dequantized().to(x.dtype), self.bias)
+
+    def _check_inputs(self, x: Tensor) -> None:
+        """Raise QuantizeError for inputs that are codes."""
+        if not x.is_floating_point() or x.itemsize == 1:
+            raise QuantizeError(
+                f"call {self!r}",
+                f"inputs of {x.dtype}",
+                "some models convert the inputs of a layer to the dtype of its weight, which has codes here",
+                "pass floating-point inputs; if the model converts them, leave this layer out: ignore=(its name,)",
+            )
 
     def _rounded(self, x: Tensor, inputs: NumberFormat) -> Tensor:
         """Return the inputs rounded to their numbers."""

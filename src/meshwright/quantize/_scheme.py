@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 from ._errors import QuantizeError
+from ._patterns import IGNORED, check_patterns
 
 Strategy = Literal["tensor", "channel", "group", "tensor_group", "token"]
 Method = Literal["nearest", "gptq", "awq", "smoothquant"]
@@ -113,12 +114,14 @@ class Scheme:
     input_activations: NumberFormat | None = None
     method: Method = "nearest"
     targets: tuple[str, ...] = ("Linear",)
-    ignore: tuple[str, ...] = ("lm_head",)
+    ignore: tuple[str, ...] = IGNORED
     act_order: bool = False
     damping: float = 0.01
     smoothing: float = 0.5
 
     def __post_init__(self) -> None:
+        check_patterns("targets", self.targets)
+        check_patterns("ignore", self.ignore)
         if self.method not in ("nearest", "gptq", "awq", "smoothquant"):
             raise QuantizeError(
                 f"a scheme by {self.method!r}",
@@ -227,3 +230,21 @@ PRESETS: dict[str, Callable[[], Scheme]] = {
     "fp8-dynamic": lambda: Scheme(_FP8, NumberFormat(8, "float", "token", dynamic=True)),
 }
 """Name → the scheme."""
+
+
+def scheme_of(scheme: object) -> Scheme:
+    """Return the scheme, or the preset of this name.
+
+    Raises:
+        QuantizeError: it is neither a scheme nor the name of a preset.
+    """
+    if isinstance(scheme, Scheme):
+        return scheme
+    if isinstance(scheme, str):
+        return Scheme.preset(scheme)
+    raise QuantizeError(
+        f"quantize by {scheme!r}",
+        f"a {type(scheme).__name__}",
+        "a scheme is a Scheme, or the name of a preset",
+        'write mw.quantize(model, "w4a16"); torchao\'s quantize_ and its configurations do not know marked models',
+    )

@@ -53,7 +53,7 @@ def load(
     found = compare_state(catalogue, tensors, values, ranks, others or {}, whole or (lambda name: True))
     report = found.report
     if strict and (found.rank is not None or (whole is not None and report.unexpected_keys)):
-        raise _on_every_rank(mismatch_error(catalogue, found), found, {*tensors, *values})
+        raise _on_every_rank(mismatch_error(catalogue, found, in_part=others is None), found, {*tensors, *values})
     fit = {name: held for name, held in tensors.items() if name not in report.left_out} | dict(scratch)
     ready = _checked_reads(catalogue, fit, ranks)
     _fill(fit, [read for read in ready if read[0] in scratch])

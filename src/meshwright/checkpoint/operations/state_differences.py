@@ -131,8 +131,8 @@ def widens(saved: torch.dtype, wanted: torch.dtype) -> bool:
     return alike and saved.itemsize < wanted.itemsize and torch.promote_types(saved, wanted) is wanted
 
 
-def mismatch_error(catalogue: Catalogue, found: StateComparison) -> CheckpointError:
-    """Return the error that lists all differences."""
+def mismatch_error(catalogue: Catalogue, found: StateComparison, *, in_part: bool = True) -> CheckpointError:
+    """Return the error that lists all differences; with `in_part`, it says how to load a part."""
     report = found.report
     kinds = {"missing": report.missing_keys, "mismatched": report.mismatched, "unexpected": report.unexpected_keys}
     counts = ", ".join(f"{len(names)} {kind}" for kind, names in kinds.items() if names)
@@ -146,8 +146,8 @@ def mismatch_error(catalogue: Catalogue, found: StateComparison) -> CheckpointEr
         f"to load {first or 'a state'} from {catalogue.folder}",
         "\n    ".join([counts, *lines]),
         "a state is loaded whole or not at all; nothing was loaded",
-        "use a tensor of the saved name and shape, in its dtype or one that holds all its numbers; "
-        "or pass strict=False, which loads what fits and returns the rest",
+        "use a tensor of the saved name and shape, in its dtype or one that holds all its numbers"
+        + ("; or pass strict=False, which loads what fits and returns the rest" if in_part else ""),
     )
 
 

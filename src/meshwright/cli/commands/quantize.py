@@ -45,15 +45,21 @@ def _scheme(settings: argparse.Namespace) -> Scheme:
 
     try:
         found = Scheme.preset(settings.scheme, group_size=settings.group_size)
+        return replace(found, ignore=(*found.ignore, *(settings.ignore or ())))
     except QuantizeError as error:
         fix = "leave out --group-size" if "group_size" in error.write else error.write.replace("'", "")
         raise UsageError(f"meshwright quantize: {error.asked}\n  why: {error.why}\n  fix: {fix}") from error
-    return replace(found, ignore=(*found.ignore, *(settings.ignore or ())))
 
 
 def _check_settings(settings: argparse.Namespace, scheme: Scheme) -> None:
     """Raise UsageError, before anything runs, for options that are missing or cannot be met."""
     check_folder(settings.html)
+    if settings.dry_run and settings.html:
+        raise UsageError(
+            "meshwright quantize: --html with --dry-run\n"
+            "  why: the page shows the errors of quantized layers, and a dry run quantizes nothing\n"
+            "  fix: leave out --html, or --dry-run"
+        )
     if settings.dry_run:
         return
     if not settings.out:

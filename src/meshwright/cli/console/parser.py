@@ -362,7 +362,10 @@ def quantize_parser() -> Parser:
     scheme.add_argument("--scheme", default="int8", metavar="NAME", help="a preset, such as w4a16-gptq (int8)")
     scheme.add_argument("--group-size", type=positive, metavar="N", help="weights that share a scale (of the preset)")
     scheme.add_argument(
-        "--ignore", action="append", metavar="NAME", help="leave out layers, as often as needed (lm_head)"
+        "--ignore",
+        action="append",
+        metavar="NAME",
+        help="also leave out layers of this name, class or re:PATTERN (lm_head)",
     )
     data = parser.add_argument_group("data")
     data.add_argument("--data", metavar="FILE", help="a text, or file.py:function, which returns batches")

@@ -155,10 +155,12 @@ def _cut(layer: nn.Module, name: str, mesh: ProcessMesh, axis: str, dim: int) ->
     held: object = getattr(layer, name, None)
     if not isinstance(held, Tensor) or axis not in mesh.sizes:
         return
+    # PEFT wraps a layer in a module whose weight is a property; that of a quantized layer is computed.
+    owner = next((m for m in layer.modules() if m._parameters.get(name) is held or m._buffers.get(name) is held), None)
+    if owner is None:
+        return
     before = held.placements if isinstance(held, DistTensor) else [Replicate()] * mesh.ndim
     placements = [Shard(dim) if a == axis else p for a, p in zip(mesh.dim_names, before, strict=True)]
-    # PEFT wraps a layer in a module whose weight is a property.
-    owner = next((m for m in layer.modules() if m._parameters.get(name) is held), layer)
     setattr(owner, name, shard_tensor(held, mesh, placements))
 
 

@@ -16,7 +16,8 @@ from meshwright.checkpoint import Catalogue
 from meshwright.tensor import DistTensor
 
 from .._errors import QuantizeError
-from .._layers import is_linear, matches
+from .._layers import is_linear
+from .._patterns import matches
 from .._quantized_linear import QuantizedLinear
 from .._scheme import NumberFormat, Scheme, Strategy
 from .._stored_weight import GROUP_OF, SCALE, Stored, stored_dtypes, stored_form, stored_layouts, stored_shapes

@@ -17,7 +17,7 @@ from meshwright.checkpoint import Catalogue, HeldTensor, difference_of, load, op
 from meshwright.layout import InputError, JsonValue, read_file, read_json
 
 from .._errors import QuantizeError
-from .._layers import convert_layers, refuse_quantized
+from .._layers import convert_layers
 from .._quantized_linear import QuantizedLinear
 from .._scheme import Scheme
 from .._stored_weight import placed_like
@@ -53,7 +53,7 @@ def load_quantized(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
         CheckpointError: the model does not fit; nothing was loaded, and the model is unchanged.
     """
     folder = Path(path)
-    refuse_quantized(model)
+    _refuse_quantized(model, folder)
     form = _form_in(_read(folder / CONFIG), str(folder))
     catalogue = open_together(folder)
     layers = dict(_layers_in(model, form, catalogue))
@@ -69,6 +69,17 @@ def load_quantized(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     )
     scratch.clear()
     return convert_layers(model, {name: _converted(form, *layers.pop(name)) for name in list(layers)})
+
+
+def _refuse_quantized(model: nn.Module, folder: Path) -> None:
+    name = next((name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)), None)
+    if name is not None:
+        raise QuantizeError(
+            f"load quantized weights from {folder}",
+            f"{name or 'the model'} is quantized already",
+            "the checkpoint says which layers are quantized, and to which numbers",
+            "pass the model as it is before its quantization, or load mw.save_state_dict(...) by mw.load_state_dict",
+        )
 
 
 def _form_in(config: JsonValue, where: str) -> Form:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshwright.checkpoint import Format, SaveJob, format_of, save, write_new
 from meshwright.layout import JsonValue
 
+from .._errors import QuantizeError
 from .compressed_tensors_form import config_of
 from .file_tensor import CONFIG, held
 
@@ -28,15 +29,31 @@ def save_quantized(model: nn.Module, path: str | os.PathLike[str], *, files: Map
     not at all. `files` are further files of the folder by name, such as those of a tokenizer.
 
     Raises:
-        QuantizeError: no layer is quantized, or compressed-tensors does not know the numbers.
+        QuantizeError: no layer is quantized, compressed-tensors does not know the numbers, or a further file has the
+            name of a file of the checkpoint, or one outside of the folder.
         CheckpointError: the files cannot be written; raised on every rank.
     """
+    _check_files(files or {})
     own: Any = getattr(model, "config", None)
     config: dict[str, Any] = own.to_dict() if hasattr(own, "to_dict") else {}
     text = json.dumps(config | {"quantization_config": config_of(model)}, indent=2)
     tensors = {name: held(x) for name, x in _state(model)}
     beside = {**(files or {}), CONFIG: (text + "\n").encode()}
     save(path, tensors, {}, _WithFiles(format_of("safetensors"), beside)).wait()
+
+
+def _check_files(files: Mapping[str, object]) -> None:
+    """Raise QuantizeError if further files are no bytes, or cannot be files of the folder."""
+    for name, content in files.items():
+        is_name = name not in ("", ".", "..") and os.path.basename(name) == name
+        is_own = name == CONFIG or (name.startswith("model") and ".safetensors" in name)
+        if not is_name or is_own or not isinstance(content, bytes):
+            raise QuantizeError(
+                f"save {name!r} beside a quantized model",
+                f"a {type(content).__name__}" if is_name and not is_own else f"the name {name!r}",
+                "further files are bytes, and have names in the new folder that the checkpoint does not use",
+                'pass files={"tokenizer.json": path.read_bytes()}',
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._errors import QuantizeError
-from .._layers import RoundedLinear, change_class, select_layers
-from .._quantize import check_module, scheme_of
+from .._layers import RoundedLinear, call_layers, change_class, check_module, select_layers
 from .._rounding import nearest
-from .._scheme import NumberFormat, Scheme
+from .._scheme import NumberFormat, Scheme, scheme_of
 
 
 class FakeQuantizedLinear(RoundedLinear):
@@ -72,6 +71,7 @@ def prepare_qat(model: nn.Module, scheme: Scheme | str = "int8") -> nn.Module:
     for layer in layers.values():
         change_class(layer, FakeQuantizedLinear)
         vars(layer)["scheme"] = chosen
+    call_layers(model)
     return model
 
 

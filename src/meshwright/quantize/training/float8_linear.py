@@ -15,8 +15,8 @@ from meshwright.fixed_order import in_same_numbers, same_numbers
 from meshwright.layout import TorchValue
 
 from .._errors import QuantizeError
-from .._layers import RoundedLinear, change_class, computes_as_linear, is_linear, matches, no_layer
-from .._quantize import check_module
+from .._layers import RoundedLinear, call_layers, change_class, check_module, computes_as_linear, is_linear, no_layer
+from .._patterns import IGNORED, check_patterns, matches, refuse_unused
 from .float8_products import GRADIENT, Recipe, float8_product
 
 
@@ -86,7 +86,7 @@ def convert_to_float8_training(
     recipe: Recipe = "tensorwise",
     *,
     targets: tuple[str, ...] = ("Linear",),
-    ignore: tuple[str, ...] = ("lm_head",),
+    ignore: tuple[str, ...] = IGNORED,
 ) -> nn.Module:
     """Turn the linear layers of a model into layers that train with float8 products, and return the model.
 
@@ -109,17 +109,18 @@ def convert_to_float8_training(
             "a recipe says which numbers share a scale",
             'write "tensorwise" or "rowwise"',
         )
-    layers = [
-        module
-        for name, module in model.named_modules()
-        if is_linear(module) and _may_change(module) and matches(name, module, targets)
-        if not matches(name, module, ignore)
-    ]
+    check_patterns("targets", targets)
+    check_patterns("ignore", ignore)
+    linear = {name: module for name, module in model.named_modules() if is_linear(module) and _may_change(module)}
+    layers = [x for name, x in linear.items() if matches(name, x, targets) and not matches(name, x, ignore)]
+    if linear:
+        refuse_unused(model, linear, targets, ignore)
     if not layers:
         raise no_layer(model, targets, ignore)
     for layer in layers:
         change_class(layer, Float8Linear)
         vars(layer)["recipe"] = recipe
+    call_layers(model)
     return model
 
 
