@@ -113,6 +113,24 @@ def test_other_prompts_change_no_log_probability(make: Any) -> None:
         torch.testing.assert_close(together.log_probs[row], alone.log_probs[0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("make", "prompts", "longest"), [(llama, PROMPTS, 3), (mamba, IDS, 4)])
+def test_long_prompts_are_read_in_chunks(make: Any, prompts: Any, longest: int) -> None:
+    """A model with a state of constant size reads its prompts whole."""
+    wanted = mw.sampler(make()).generate(prompts, NEW, seed=3)
+
+    def call(model: nn.Module) -> tuple[Tensor, int]:
+        lengths: list[int] = []
+        model.register_forward_pre_hook(
+            lambda _, args, given: lengths.append([*args, *given.values()][0].shape[1]), with_kwargs=True
+        )
+        options: dict[str, Any] = {"seed": 3, "prefill_chunk_size": 3, "batch_size": 2}
+        return mw.sampler(model).generate(prompts, NEW, **options).tokens, max(lengths)
+
+    for tokens, found in (call(make()), on_mesh("dp", make, call)[0]):
+        assert torch.equal(tokens, wanted.tokens)
+        assert found == longest
+
+
 def each_token(mesh: str, call: Any) -> dict[str, float]:
     """Return the collectives of one more token."""
     few, many = (on_mesh(mesh, llama, lambda model, n=n: call(model, n))[1] for n in (2, 6))

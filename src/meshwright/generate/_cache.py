@@ -17,6 +17,9 @@ from meshwright.engine import dtensor_from_local
 from meshwright.layout import Partial, Shard
 from meshwright.tensor import DistTensor
 
+_KEYS = {"DynamicLayer", "DynamicSlidingWindowLayer"}
+"""Classes of transformers for layers of a cache that hold keys and values."""
+
 
 class PositionMemory:
     """Memory for `capacity` positions along dim -2, of which the first ones are written."""
@@ -37,6 +40,16 @@ class PositionMemory:
         fits = held.shape[-2] + new.shape[-2] <= self.memory.shape[-2]
         is_alike = new.dtype == self.memory.dtype and _placements(new) == _placements(self.memory)
         return held is self.shown and fits and is_alike
+
+
+def holds_keys_only(cache: Any) -> bool:
+    """True if all layers of a cache hold keys and values, so that a prompt may be read in several calls.
+
+    The layers of state-space models take several tokens without a state, and one token with it.
+    """
+    layers = getattr(cache, "layers", None) or ()
+    kinds = [{kind.__name__ for kind in type(layer).__mro__[:2]} for layer in layers]
+    return bool(kinds) and all(names & _KEYS for names in kinds)
 
 
 def write_in_place(cache: Any, capacity: int) -> None:

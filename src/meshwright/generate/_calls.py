@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from ._cache import write_in_place
+from ._cache import holds_keys_only, write_in_place
 from ._errors import GenerationError
 from ._rows import Rows, rows_of
 
@@ -38,11 +38,16 @@ class TokenCalls(Protocol):
 
 
 def token_calls(
-    model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device, new_tokens: int
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    device: torch.device,
+    new_tokens: int,
+    chunk: int | None = None,
 ) -> TokenCalls:
     """Return the calls that fit the model, for a batch with a prompt in each row.
 
-    Caches get memory for `new_tokens` after the prompts.
+    Caches get memory for `new_tokens` after the prompts. Prompts are read in chunks of this many tokens, if the model
+    has a cache of keys and values.
     """
     if has_encoder(model):
         return EncoderDecoderCalls(model, prompts, device, new_tokens)
@@ -51,7 +56,7 @@ def token_calls(
     is_even = len({len(prompt) for prompt in prompts}) == 1
     if cache is None or "input_ids" not in names or not (is_even or _takes_padding(names)):
         return WholeSequenceCalls(model, prompts, device)
-    return CachedCalls(model, prompts, device, cache, new_tokens)
+    return CachedCalls(model, prompts, device, cache, new_tokens, chunk=chunk)
 
 
 def decoder_cache(model: nn.Module) -> str | None:
@@ -100,7 +105,7 @@ def _padded(
 class CachedCalls:
     """Calls of a decoder with a cache. Prompts are padded on the left, and positions count from their first token.
 
-    Prompts are padded to a `multiple` of tokens.
+    Prompts are padded to a `multiple` of tokens, and read in chunks of `chunk` tokens.
     """
 
     rows: Rows
@@ -113,7 +118,9 @@ class CachedCalls:
         cache: str,
         new_tokens: int,
         multiple: int = 1,
+        chunk: int | None = None,
     ) -> None:
+        self.chunk = chunk
         self.model, self.cache_name, self.names = model, cache, _parameters(model)
         self.ids_rs, self.mask_rs = _padded(prompts, device, left=True, multiple=multiple)
         self.capacity = self.ids_rs.shape[1] + new_tokens
@@ -126,10 +133,22 @@ class CachedCalls:
         return getattr(self.cache, "layers", None) or ()
 
     def first(self) -> Tensor:
-        positions_rs = (self.mask_rs.cumsum(-1) - 1).clamp(min=0)
-        logits_rv = self._call(self.ids_rs, self.mask_rs, positions_rs)
+        length = self.ids_rs.shape[1]
+        chunk = min(self.chunk or length, length)
+        logits_rv = self._read(0, chunk)
+        if chunk < length and not holds_keys_only(self.cache):
+            self.cache, chunk = None, length
+            logits_rv = self._read(0, length)
+        for begin in range(chunk, length, chunk):
+            write_in_place(self.cache, self.capacity)
+            logits_rv = self._read(begin, min(begin + chunk, length))
         self.rows = rows_of(logits_rv)
         return logits_rv
+
+    def _read(self, begin: int, end: int) -> Tensor:
+        """Return the logits [r, v] after these tokens of the prompts."""
+        positions_rs = (self.mask_rs.cumsum(-1) - 1).clamp(min=0)
+        return self._call(self.ids_rs[:, begin:end], self.mask_rs[:, :end], positions_rs[:, begin:end])
 
     def rows_after(self, logits_rv: Tensor) -> Tensor:
         """Return the logits of this rank's rows, with the whole vocabulary."""

@@ -38,6 +38,7 @@ class GenerationRequest:
     stop: tuple[int, ...]
     n: int
     seed: int
+    prefill_chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -55,8 +56,9 @@ class GenerationRequest:
         check_whole("max_new_tokens", self.max_new_tokens, 1)
         check_whole("n", self.n, 1)
         check_whole("seed", self.seed, None)
-        if self.top_k is not None:
-            check_whole("top_k", self.top_k, 1)
+        for name in ("top_k", "prefill_chunk_size"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 1)
         _check_real("temperature", self.temperature, 0.0, None)
         if self.top_p is not None:
             _check_real("top_p", self.top_p, 0.0, 1.0)

@@ -85,6 +85,7 @@ class Sampler:
         seed: int = 0,
         mask: Tensor | None = None,
         batch_size: int | None = None,
+        prefill_chunk_size: int | None = None,
     ) -> Generated:
         """Return `n` continuations of each prompt; every rank makes the call with the same arguments.
 
@@ -103,6 +104,8 @@ class Sampler:
             mask: 0 or False for each token of `prompts` that is padding; these tokens are left out.
             batch_size: Upper bound of the rows that are computed at a time, rounded up to a multiple of the ranks with
                 rows of their own. A row that ends makes place for one that waits. None computes all rows at once.
+            prefill_chunk_size: Number of tokens of each prompt that a call reads: less memory for long prompts. None
+                reads prompts whole, as do models without a cache of keys and values.
 
         Raises:
             GenerationError: there is no prompt, an empty one, one with an unknown token, one that is longer than the
@@ -130,6 +133,7 @@ class Sampler:
             top_p=top_p,
             n=n,
             seed=seed,
+            prefill_chunk_size=prefill_chunk_size,
         )
         if batch_size is not None:
             check_whole("batch_size", batch_size, 1)
@@ -182,7 +186,8 @@ class Sampler:
         for at in range(0, len(request.rows), count):
             rows = request.rows[at : at + count]
             prompts = [request.prompts[prompt] for prompt, _ in rows]
-            calls = token_calls(self.model, prompts, _device_of(self.model), request.max_new_tokens)
+            chunk = request.prefill_chunk_size
+            calls = token_calls(self.model, prompts, _device_of(self.model), request.max_new_tokens, chunk)
             found.append(_Loop(calls, request, rows, self.ask_every).run())
         tokens, log_probs = (
             [nn.functional.pad(x, (0, request.max_new_tokens - x.shape[1])) for x in each]

@@ -54,7 +54,8 @@ class Slots:
         is_even = len(set(map(len, batch))) == 1
         multiple = 1 if self.rows.mesh is None or (is_even and self.run is None) else LENGTHS
         new_tokens = self.request.max_new_tokens
-        calls = CachedCalls(self.model, batch, self.device, self.cache_name, new_tokens, multiple)
+        chunk = self.request.prefill_chunk_size
+        calls = CachedCalls(self.model, batch, self.device, self.cache_name, new_tokens, multiple, chunk)
         all_logits_rv = calls.first()
         run = self.run = self.run or self._first_run(calls, all_logits_rv)
         if run is None:
