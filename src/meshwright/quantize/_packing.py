@@ -7,12 +7,15 @@ tensors are sharded between words.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 WORD = 32
 """Bits of an int32."""
+BYTE = 8
 
 
 def packed_length(count: int, bits: int) -> int:
@@ -72,12 +75,22 @@ def unpack(words: Tensor, bits: int, length: int) -> Tensor:
     [[-8, -7, 0, 7]]
     """
     mask = (1 << bits) - 1
-    if WORD % bits == 0:
+    if BYTE % bits == 0 and sys.byteorder == "little":
+        codes = _of_bytes(words.contiguous().view(torch.uint8), bits, mask)
+    elif WORD % bits == 0:
         plain = (words.unsqueeze(-1) >> _shifts(bits, words.device)) & mask
+        codes = (plain.flatten(-2) - (1 << (bits - 1))).to(torch.int8)
     else:
-        plain = _crossing(words, bits, mask)
-    codes = (plain.flatten(-2) - (1 << (bits - 1))).to(torch.int8)
+        codes = (_crossing(words, bits, mask).flatten(-2) - (1 << (bits - 1))).to(torch.int8)
     return codes if codes.shape[-1] == length else codes[..., :length]
+
+
+def _of_bytes(data: Tensor, bits: int, mask: int) -> Tensor:
+    """Return the codes of bytes, each with one code or several: an eighth of the memory of their words."""
+    if bits == BYTE:
+        return (data ^ (1 << (BYTE - 1))).view(torch.int8)
+    parts = torch.stack([(data >> shift) & mask for shift in range(0, BYTE, bits)], -1)
+    return parts.flatten(-2).view(torch.int8) - (1 << (bits - 1))
 
 
 def _crossing(words: Tensor, bits: int, mask: int) -> Tensor:

@@ -8,6 +8,7 @@ distributed tensors get the very same numbers as one device.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ._scheme import NumberFormat
@@ -200,7 +201,8 @@ def to_values(
     """
     dtype = scale.dtype
     if numbers.type == "nf":
-        values = _NUMBERS.to(codes.device, dtype)[codes.long() + 8]
+        table = _NUMBERS.to(codes.device, dtype)[:, None]
+        values = F.embedding(codes.to(torch.int32) + 8, table).squeeze(-1)  # indexing takes five times as long
     elif numbers.is_float4:
         values = float4_values(codes).to(dtype)
     else:
