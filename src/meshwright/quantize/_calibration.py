@@ -18,7 +18,7 @@ from meshwright.tensor import DistTensor, tensors_in
 from ._awq import errors
 from ._batches import calls_of, fingerprint, first_batch, naming_batch, piece, refuse_differences, sampled
 from ._errors import CalibrationError
-from ._finished_stages import FinishedStages, Folder
+from ._finished_stages import FinishedStages, Folder, StageResult
 from ._gptq import PANEL, factor, round_rows
 from ._layers import Layers
 from ._observation import Group, Observed, hessian, magnitudes, observe
@@ -28,12 +28,11 @@ from ._ranks import Ranks, TreeSum
 from ._rounding import scale_for, scales_of, to_codes
 from ._scheme import Scheme
 from ._smoothing import awq_factors, divided, multiplied, powers_of_two, smoothquant_factors
-from ._stage_file import StageResult
 from ._stages import Chain, calls_of_blocks, container_of, find_chain, inside, put_in_place
 from ._stored_weight import INPUT_SCALE, Stored, has_input_scale, placed_like, store
 
 READ = " (read, not calibrated)"
-"""What `progress` gets behind the line of a stage that an earlier call finished."""
+"""End of the line of progress for a stage that an earlier call finished."""
 Calls = dict[int, Call]
 """Number of a batch → the call of a module; those of this rank."""
 Progress = Callable[[str], None]
