@@ -83,8 +83,12 @@ def test_files_and_report_do_not_depend_on_the_ranks(files: Path, capsys: pytest
     assert (files / "report.html").read_text().count("<rect") == len(one["errors"]) == 4
 
 
-def test_calibrated_blocks_are_read_on_other_ranks(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrated_blocks_are_read_on_other_ranks(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     resume = ["--resume", f"{files}/blocks"]
+    (files / "a").mkdir()
+    monkeypatch.chdir(files)  # a folder beside the model has no influence, whatever its name
     assert main(told(files, *resume, "--dry-run")) == 0
     assert not (files / "blocks").exists()
     assert main(told(files, *resume, "--out", f"{files}/one")) == 0
