@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -170,11 +170,15 @@ def _write(path: Path, result: StageResult, digests: Digests) -> None:
     """Write the results of a stage to a new folder; one rank makes the call. Raises CheckpointError if it cannot."""
     tensors = {_full(name, key): x for name, stored in result.layers.items() for key, x in stored.items()}
     tensors |= result.parameters
-    tensors |= {name: torch.tensor(list(digest.encode()), dtype=torch.uint8) for name, digest in digests.items()}
-    tensors[CHECKS] = torch.tensor(result.checks)
+    tensors |= {name: _bytes_of(digest) for name, digest in digests.items()}
+    tensors[CHECKS] = torch.tensor(result.checks, device="cpu")
     if result.error is not None:
-        tensors[ERROR] = torch.tensor(result.error, dtype=torch.float64)
+        tensors[ERROR] = torch.tensor(result.error, dtype=torch.float64, device="cpu")
     save(path, {n: HeldTensor(x) for n, x in tensors.items()}, {}, format_of("safetensors"), ranks=World()).wait()
+
+
+def _bytes_of(digest: str) -> Tensor:
+    return torch.tensor(list(digest.encode()), dtype=torch.uint8, device="cpu")
 
 
 def _read(
@@ -190,7 +194,7 @@ def _read(
         if not found.entries.keys() >= {*OTHERS, CHECKS}:
             _refuse(path, "a checkpoint that is no stage of a calibration")
         for fact, other in OTHERS.items():
-            if read_whole(found, fact).tolist() != list(digests[fact].encode()):
+            if not torch.equal(read_whole(found, fact), _bytes_of(digests[fact])):
                 _refuse(path, other)
         return _result(path, found, scheme, layers, parameters)
     except ReadTimeoutError:
@@ -208,23 +212,35 @@ def _result(
     path: Path, found: Catalogue, scheme: Scheme, layers: Layers, parameters: Mapping[str, Tensor]
 ) -> StageResult:
     """Return the results in a checkpoint whose digests are right, after a check of names, shapes and dtypes."""
-    forms = {name: _forms(scheme, layer) for name, layer in layers.items()}
-    wanted = {_full(name, key): form for name, own in forms.items() for key, form in own.items()}
-    others = [name for name in found.entries if name not in {*wanted, *OTHERS, ERROR, CHECKS}]
-    wanted |= {name: (tuple(x.shape), x.dtype) for name, x in parameters.items() if name in others}
-    told = {name: (tuple(entry.shape), entry.dtype) for name, entry in found.entries.items()}
-    if wrong := [name for name in {*wanted, *others} if told.get(name) != wanted.get(name)]:
-        _refuse(path, f"no tensor {min(wrong)} as the model and the scheme need it")
-    stored = {
-        name: {key: read_whole(found, _full(name, key)).to(layer.weight.device) for key in forms[name]}
-        for name, layer in layers.items()
-    }
+    forms = {_full(name, key): form for name, layer in layers.items() for key, form in _forms(scheme, layer).items()}
+    others = [name for name in found.entries if name not in {*forms, *OTHERS, ERROR, CHECKS}]
+    _check_forms(path, found, forms, others, parameters)
     return StageResult(
-        stored,
+        {name: _stored(found, name, _forms(scheme, layer), layer.weight.device) for name, layer in layers.items()},
         {name: read_whole(found, name).to(parameters[name].device) for name in others},
-        float(read_whole(found, ERROR)) if ERROR in told else None,
+        float(read_whole(found, ERROR)) if ERROR in found.entries else None,
         int(read_whole(found, CHECKS)),
     )
+
+
+def _stored(found: Catalogue, name: str, keys: Iterable[str], device: torch.device) -> Stored:
+    return {key: read_whole(found, _full(name, key)).to(device) for key in keys}
+
+
+def _check_forms(
+    path: Path,
+    found: Catalogue,
+    forms: Mapping[str, Form],
+    others: Iterable[str],
+    parameters: Mapping[str, Tensor],
+) -> None:
+    """Raise CalibrationError if a tensor of a layer, or one of the other tensors, has not the form that is needed."""
+    changed = {name: (tuple(parameters[name].shape), parameters[name].dtype) for name in others if name in parameters}
+    wanted = {**forms, **changed}
+    told = {name: (tuple(entry.shape), entry.dtype) for name, entry in found.entries.items()}
+    for name in (*forms, *others):
+        if name not in wanted or told.get(name) != wanted[name]:
+            _refuse(path, f"no tensor {name} as the model and the scheme need it")
 
 
 def _forms(scheme: Scheme, layer: nn.Linear) -> dict[str, Form]:
