@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,24 @@ def test_files_and_report_do_not_depend_on_the_ranks(files: Path, capsys: pytest
     assert (files / "report.html").read_text().count("<rect") == len(one["errors"]) == 4
 
 
+def test_calibrated_blocks_are_read_on_other_ranks(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume = ["--resume", f"{files}/blocks"]
+    (files / "a").mkdir()
+    monkeypatch.chdir(files)  # a folder beside the model has no influence, whatever its name
+    assert main(told(files, *resume, "--dry-run")) == 0
+    assert not (files / "blocks").exists()
+    assert main(told(files, *resume, "--out", f"{files}/one")) == 0
+    shutil.rmtree(files / "blocks" / "stage_00002")
+    capsys.readouterr()
+    assert main(told(files, *resume, "--out", f"{files}/two", "--ranks", "2")) == 0
+    assert ["read, not calibrated" in line for line in capsys.readouterr().err.splitlines()] == [True, False]
+    assert (files / "one/model.safetensors").read_bytes() == (files / "two/model.safetensors").read_bytes()
+    assert main(told(files, *resume, "--group-size", "32", "--out", f"{files}/three")) == 1
+    assert "the results of another scheme" in capsys.readouterr().err
+
+
 def test_a_failure_leaves_no_folder(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = set(files.iterdir())
     assert main(told(files, "--out", f"{files}/new", model="net.py:fails")) == 1
@@ -100,6 +119,22 @@ def test_a_wrong_option_is_an_error_of_usage(
     options: list[str], fix: str, files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["quantize", f"{files / 'net.py'}:build", "--dry-run", *options]) == 2
+    assert fix in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        (["--resume", "new/blocks"], "pass --resume with a folder beside --out"),
+        (["--resume", "new"], "pass --resume with a folder beside --out"),
+        (["--resume", __file__], "is no folder"),
+        (["--resume", "blocks", "--scheme", "w4a16"], "leave out --resume"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_is_an_error_of_usage(
+    options: list[str], fix: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(told(files, "--out", "new", *options)) == 2
     assert fix in capsys.readouterr().err
 
 

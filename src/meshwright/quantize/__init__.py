@@ -16,6 +16,7 @@ _observation        sums over the inputs of layers
 _smoothing          AWQ and SmoothQuant: factors between a norm, or a layer, and the layers behind it
 _awq                AWQ: the errors that choices of factors make
 _gptq               GPTQ: factors, and the rounding of rows
+_finished_stages    the folder of finished stages, from which an interrupted calibration goes on
 _calibration        observe inputs, choose numbers, stage by stage
 _quantize           `quantize`: all of it for a model
 _errors             the errors of quantization

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from meshwright.layout import MeshwrightError, TorchValue
-from meshwright.tensor import tensors_in
+from meshwright.tensor import key_of_tree, tensors_in
 
 from ._errors import CalibrationError
 from ._one_device import Call, whole_call
@@ -64,6 +65,25 @@ def refuse_differences(fingerprints: Sequence[object]) -> None:
 def fingerprint(calls: Iterable[Call]) -> list[tuple[str, float]]:
     """Return the shape and the sum of each tensor of the batches, which differ if batches do, but for rare cases."""
     return [(f"{x.dtype}{list(x.shape)}", float(x.double().sum())) for x in tensors_in(list(calls))]
+
+
+def digest_of_calls(calls: Sequence[Call]) -> str:
+    """Return the digest of batches: of every bit of their tensors, and of plain arguments."""
+    return sha256(repr(key_of_tree(list(calls), _key_of_leaf)).encode()).hexdigest()
+
+
+def _key_of_leaf(x: TorchValue) -> Hashable:
+    if isinstance(x, Tensor):
+        return digest_of_tensor(x)
+    return x if isinstance(x, (bool, int, float, str, type(None))) else type(x).__name__
+
+
+def digest_of_tensor(x: Tensor) -> str:
+    """Return the digest of the dtype, the shape and every bit of a tensor."""
+    x = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    found = sha256(f"{x.dtype}{list(x.shape)}".encode())
+    found.update(x.flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 @contextmanager

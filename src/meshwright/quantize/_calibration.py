@@ -18,6 +18,7 @@ from meshwright.tensor import DistTensor, tensors_in
 from ._awq import errors
 from ._batches import calls_of, fingerprint, first_batch, naming_batch, piece, refuse_differences, sampled
 from ._errors import CalibrationError
+from ._finished_stages import FinishedStages, Folder, StageResult
 from ._gptq import PANEL, factor, round_rows
 from ._layers import Layers
 from ._observation import Group, Observed, hessian, magnitudes, observe
@@ -28,8 +29,10 @@ from ._rounding import scale_for, scales_of, to_codes
 from ._scheme import Scheme
 from ._smoothing import awq_factors, divided, multiplied, powers_of_two, smoothquant_factors
 from ._stages import Chain, calls_of_blocks, container_of, find_chain, inside, put_in_place
-from ._stored_weight import INPUT_SCALE, has_input_scale, placed_like, store
+from ._stored_weight import INPUT_SCALE, Stored, has_input_scale, placed_like, store
 
+READ = " (read, not calibrated)"
+"""End of the line of progress for a stage that an earlier call finished."""
 Calls = dict[int, Call]
 """Number of a batch → the call of a module; those of this rank."""
 Progress = Callable[[str], None]
@@ -38,8 +41,10 @@ Progress = Callable[[str], None]
 class Calibration:
     """The calibration of a model; `run` returns the quantized layers, and leaves the model as it is."""
 
-    def __init__(self, model: nn.Module, layers: Layers, scheme: Scheme, progress: Progress | None) -> None:
-        self.model, self.layers, self.scheme = model, layers, scheme
+    def __init__(
+        self, model: nn.Module, layers: Layers, scheme: Scheme, progress: Progress | None, resume: Folder | None
+    ) -> None:
+        self.model, self.layers, self.scheme, self.resume = model, layers, scheme, resume
         self.ranks = Ranks(alone=not any(isinstance(x, DistTensor) for x in model.state_dict(keep_vars=True).values()))
         self.found: dict[str, QuantizedLinear] = {}
         self.plain: dict[str, QuantizedLinear] = {}
@@ -58,6 +63,7 @@ class Calibration:
             calls = self.ranks.agreed(lambda: calls_of(calibration))
             refuse_differences(self.ranks.gathered(fingerprint(calls)))
             self.count = len(calls)
+            self.finished = FinishedStages(self.resume, self.ranks, self.scheme, calls)
             mine = {i: calls[i] for p in self.ranks.pieces_of(self.ranks.rank) for i in piece(p, self.count)}
             if not self._run_chain(calls[0], mine):
                 self._run_stage("", mine, whole_state(self.model), {name: name for name in self.layers})
@@ -73,6 +79,7 @@ class Calibration:
         chain = self.ranks.agreed(lambda: self._chain(outside, state, first))
         if chain is None:
             return False
+        self.finished.follow(self.model, outside)
         calls = self.ranks.agreed(lambda: {i: self._blocks(chain, outside, i, call) for i, call in mine.items()})
         given = {i: blocks_of_call[0] for i, blocks_of_call in calls.items()}
         for at, name in enumerate(names):
@@ -103,18 +110,25 @@ class Calibration:
         rest = {name: name for name in self.layers if name not in self.found}
         if not rest:
             return
-
-        seen = self._observe(
-            self.model, rest, lambda i: calls_of_blocks(self.model, chain, outside, mine[i], given[i][0][0])
-        )
-        self._choose(rest, outside, seen)
-        self.progress(f"{len(rest)} layers outside of the blocks")
+        result = self.finished.next("", self.model, {}, {name: self.layers[name] for name in rest})
+        if result is not None:
+            self._take(result)
+        else:
+            seen = self._observe(
+                self.model, rest, lambda i: calls_of_blocks(self.model, chain, outside, mine[i], given[i][0][0])
+            )
+            self._choose(rest, outside, seen)
+            self.finished.write(self.plain, {}, None, self.checks)
+        self.progress(f"{len(rest)} layers outside of the blocks{READ if result else ''}")
 
     def _run_stage(
         self, name: str, calls: Calls, state: Mapping[str, Tensor], layers: Mapping[str, str]
     ) -> dict[int, TorchValue]:
         """Calibrate the layers of a stage (full name → name inside), and return its outputs with quantized layers."""
         module = self.model.get_submodule(name)
+        result = self.finished.next(name, module, state, {each: self.layers[each] for each in layers})
+        if result is not None:
+            return self._run_finished(name, calls, state, layers, result)
         seen = self._observe(module, layers, lambda i: run_whole(module, state, calls[i]))
         if not layers:
             return seen.outputs
@@ -125,8 +139,28 @@ class Calibration:
         error = self._error(seen.outputs, outputs)
         for each in layers:
             self.found[each].error = error
+        self.finished.write(self.plain, self.parameters, error, self.checks)
         self.progress(f"{name or 'the model'}: {len(layers)} layers, relative error {error:.2g}")
         return outputs
+
+    def _run_finished(
+        self, name: str, calls: Calls, state: Mapping[str, Tensor], layers: Mapping[str, str], result: StageResult
+    ) -> dict[int, TorchValue]:
+        """Take the results of a finished stage, and return its outputs with quantized layers."""
+        self._take(result)
+        prefix = f"{name}." if name else ""
+        state = {inner: result.parameters.get(f"{prefix}{inner}", x) for inner, x in state.items()}
+        outputs = self.ranks.agreed(lambda: self._outputs(self.model.get_submodule(name), state, layers, calls))
+        self.progress(f"{name or 'the model'}: {len(layers)} layers, relative error {result.error:.2g}{READ}")
+        return outputs
+
+    def _take(self, result: StageResult) -> None:
+        """Make the new layers of a finished stage, and take its parameters."""
+        self.plain, self.checks = {}, result.checks
+        self.parameters |= result.parameters
+        for name, stored in result.layers.items():
+            self._place(name, stored)
+            self.found[name].error = result.error
 
     def _observe(self, module: nn.Module, layers: Mapping[str, str], run: Callable[[int], TorchValue]) -> Observed:
         """Run this rank's batches through a module, and observe the inputs of its layers."""
@@ -325,10 +359,14 @@ class Calibration:
             self._put(name, own.contiguous(), *scales[name])
 
     def _put(self, name: str, codes: Tensor, scale: Tensor, zero: Tensor | None) -> None:
-        """Make the new layer, with whole tensors and with those of this rank."""
+        """Make the new layer of codes, scales and zero points."""
         stored = store(codes, scale, zero, self.scheme)
         if name in self.input_scales:
             stored[INPUT_SCALE] = self.input_scales[name].clone()  # each layer has its own in a checkpoint
+        self._place(name, stored)
+
+    def _place(self, name: str, stored: Stored) -> None:
+        """Make the new layer, with whole tensors and with those of this rank."""
         layer = self.layers[name]
         shape = layer.out_features, layer.in_features
         bias = layer._parameters["bias"]

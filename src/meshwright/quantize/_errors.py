@@ -2,7 +2,7 @@
 
 MeshwrightError
 └── QuantizeError           a scheme, a layer or a model that cannot be quantized
-    └── CalibrationError    calibration data that is missing, too small, or not finite
+    └── CalibrationError    calibration data that is missing, too small, or not finite; finished stages of others
 """
 
 from __future__ import annotations
@@ -15,4 +15,4 @@ class QuantizeError(MeshwrightError, ValueError):
 
 
 class CalibrationError(QuantizeError):
-    """Calibration data that is missing, too small, or not finite."""
+    """Calibration data that is missing, too small, or not finite, or finished stages that cannot be used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 
 import torch
@@ -26,6 +27,7 @@ def quantize(
     calibration: Iterable[TorchValue] | None = None,
     *,
     progress: Callable[[str], None] | None = None,
+    resume: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
     """Turn the linear layers of a model into quantized ones, and return the model.
 
@@ -35,10 +37,16 @@ def quantize(
     rank gets the same batches. `progress` gets a line for each block that is calibrated, with the relative error of its
     outputs; without calibration data, one for each layer, with the relative error of its weight.
 
+    With `resume`, a folder, the results of each calibrated block are written there. A later call with the same model,
+    scheme and data reads them, on any mesh and any number of ranks, and calibrates the other blocks. The model becomes
+    the very same one as without the interruption.
+
     Raises:
         QuantizeError: the scheme does not exist or does not fit a layer. The model is unchanged.
         CalibrationError: calibration data is missing, too small, not finite, or not the same on every rank, or the
-            model fails with a batch. The model is unchanged.
+            model fails with a batch. With `resume`: the folder has results of another model, of another scheme or other
+            data, or damaged ones, or the scheme is not calibrated. The model is unchanged.
+        CheckpointError: the results of a block cannot be written to `resume`. The model is unchanged.
 
     >>> model = quantize(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), "int8-dynamic")
     >>> model[2]
@@ -48,10 +56,11 @@ def quantize(
     check_module(model)
     layers = layers_of(model, chosen)
     if not chosen.is_calibrated:
+        _refuse_folder(chosen, resume)
         return convert_layers(model, _nearest_layers(layers, chosen, progress or (lambda text: None)))
     if calibration is None:
         raise _no_calibration(chosen)
-    done = Calibration(model, layers, chosen, progress)
+    done = Calibration(model, layers, chosen, progress, resume)
     new = done.run(calibration)
     for name, whole in done.parameters.items():
         parameter = model.get_parameter(name)
@@ -66,6 +75,17 @@ def _nearest_layers(layers: Layers, scheme: Scheme, progress: Callable[[str], No
         found[name] = nearest_layer(layer, scheme)
         progress(f"{name or 'the model'}: relative error {found[name].error:.2g}")
     return found
+
+
+def _refuse_folder(scheme: Scheme, resume: object) -> None:
+    """Raise CalibrationError for a folder of finished stages if nothing is calibrated."""
+    if resume is not None:
+        raise CalibrationError(
+            f"quantize by {scheme!r} with resume={resume!r}",
+            "a scheme without calibration",
+            "it has no stages that could be finished, and takes little time",
+            "leave out resume=",
+        )
 
 
 def _no_calibration(scheme: Scheme) -> CalibrationError:

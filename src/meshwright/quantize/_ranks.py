@@ -60,6 +60,10 @@ class Ranks:
                 raise error if error is not None else _told_error(told, rank)
         return result
 
+    def of_first(self, act: Callable[[], Any]) -> Any:
+        """Return the result of `act` on rank 0, any JSON value; other ranks do not call it. Raises as `agreed` does."""
+        return self.gathered(self.agreed(lambda: act() if self.rank == 0 else None))[0]
+
     def pieces_of(self, rank: int) -> range:
         """Return the pieces of the calibration batches that a rank runs."""
         return range(rank * PIECES // self.size, (rank + 1) * PIECES // self.size)

@@ -6,9 +6,11 @@ Its modules are calibrated one by one. A model without a chain is one stage.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.layout import TorchValue
 
+from ._batches import digest_of_tensor
 from ._layers import Layers
 from ._one_device import Call, run_whole
 
@@ -124,3 +127,24 @@ def find_chain(
 def inside(name: str, layers: Layers) -> Sequence[str]:
     """Return the names of the layers that are the module `name`, or below it."""
     return [layer for layer in layers if not name or layer == name or layer.startswith(f"{name}.")]
+
+
+def digest_of_stage(before: str, module: nn.Module, state: Mapping[str, Tensor], layers: Iterable[str]) -> str:
+    """Return the digest of a stage and of those before it: layers, classes, settings, and every bit of the state.
+
+    It is the same on every mesh, and in another process.
+    """
+    settings = [[name, type(inner).__name__, *_settings(inner)] for name, inner in module.named_modules()]
+    tensors = [[name, digest_of_tensor(x)] for name, x in state.items()]
+    return sha256(json.dumps([before, list(layers), settings, tensors]).encode()).hexdigest()
+
+
+def _settings(module: nn.Module) -> list[tuple[str, str]]:
+    """Return the public attributes of a module that are plain values, such as `eps`."""
+    public = {name: value for name, value in vars(module).items() if name[0] != "_" and name != "training"}
+    return sorted((name, repr(value)) for name, value in public.items() if _is_plain(value))
+
+
+def _is_plain(value: Any) -> bool:
+    plain = (bool, int, float, str, type(None))
+    return all(isinstance(item, plain) for item in value) if isinstance(value, tuple) else isinstance(value, plain)

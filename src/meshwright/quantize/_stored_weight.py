@@ -111,11 +111,9 @@ def stored_shapes(rows: int, columns: int, scheme: Scheme) -> dict[str, tuple[in
         found = {WEIGHT: (rows, columns), SCALE: scale}
     else:
         found = {PACKED: (rows, packed_length(columns, weights.num_bits)), SCALE: scale, SHAPE: (2,)}
-    if has_input_scale(scheme):
-        found[INPUT_SCALE] = (1,)
-    if weights.symmetric:
-        return found
-    return {**found, ZERO: (packed_length(rows, weights.num_bits), groups) if is_packed(scheme) else scale}
+    if not weights.symmetric:
+        found[ZERO] = (packed_length(rows, weights.num_bits), groups) if is_packed(scheme) else scale
+    return found | ({INPUT_SCALE: (1,)} if has_input_scale(scheme) else {})
 
 
 def has_input_scale(scheme: Scheme) -> bool:

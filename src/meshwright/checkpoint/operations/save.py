@@ -66,15 +66,17 @@ def save(
     format: Format,
     background: bool = False,
     keep: int | None = None,
+    ranks: World | None = None,
 ) -> Saving:
     """Begin to write a checkpoint, which becomes `path`; every rank calls it. Wait for the Saving that it returns.
 
     In the background the tensors are copied first, so that they may change at once. With `keep`, only so many steps
-    are left beside it. If an earlier save failed and nobody waited for it, a CheckpointWarning tells so, on every rank,
-    and this one is made. Raises CheckpointError, on every rank, for what cannot be saved, and for a path that is there;
-    FolderInUseError for a folder of steps into which another job saves.
+    are left beside it. With `ranks=World()`, the caller saves alone. If an earlier save failed and nobody waited for
+    it, a CheckpointWarning tells so, on every rank, and this one is made. Raises CheckpointError, on every rank, for
+    what cannot be saved, and for a path that is there; FolderInUseError for a folder of steps into which another job
+    saves.
     """
-    ranks = current_world()
+    ranks = current_world() if ranks is None else ranks
     earlier = finish_earlier(ranks)
     table = table_of(tensors, values, ranks)
 

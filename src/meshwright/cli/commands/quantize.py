@@ -76,6 +76,27 @@ def _check_settings(settings: argparse.Namespace, scheme: Scheme) -> None:
             f"meshwright quantize: {settings.scheme} needs calibration data\n"
             "  fix: pass --data with a text like those that the model will read"
         )
+    if settings.resume is not None:
+        _check_resume(settings, scheme)
+
+
+def _check_resume(settings: argparse.Namespace, scheme: Scheme) -> None:
+    """Raise UsageError for a folder of calibrated blocks that cannot be used."""
+    folder, out = Path(settings.resume).absolute(), Path(settings.out).absolute()
+    if not scheme.is_calibrated:
+        raise UsageError(
+            f"meshwright quantize: --resume with {settings.scheme}\n"
+            "  why: the folder has calibrated blocks, and this scheme is not calibrated\n"
+            "  fix: leave out --resume"
+        )
+    if folder == out or out in folder.parents:
+        raise UsageError(
+            f"meshwright quantize: --resume {settings.resume} in --out {settings.out}\n"
+            "  why: the folder of the result must be new when the result is written\n"
+            "  fix: pass --resume with a folder beside --out"
+        )
+    if settings.resume == "" or (os.path.lexists(folder) and not folder.is_dir()):
+        raise UsageError(f"meshwright quantize: --resume {settings.resume} is no folder\n  fix: pass another name")
 
 
 def _check_disk(out: str, nbytes: int) -> None:
@@ -110,7 +131,9 @@ def _quantize(settings: argparse.Namespace, argv: list[str], scheme: Scheme) -> 
     check_tokens(model, batches)
     del model
     files = files_beside(settings.model)
-    job = Job(settings.model, scheme, list(found.layers), batches, settings.samples, settings.out, files)
+    job = Job(
+        settings.model, scheme, list(found.layers), batches, settings.samples, settings.out, files, settings.resume
+    )
     if settings.processes and not is_one_rank():
         from meshwright.comm import launch
 

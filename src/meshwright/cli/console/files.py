@@ -37,10 +37,18 @@ def check_folder(*paths: str | None) -> None:
     """Raise UsageError, before anything runs, for an output file that is a folder, or whose folder does not exist."""
     fix = "write to a file in a folder that exists"
     for path in paths:
-        place = Path(path or "a").absolute()
-        if path == "" or place.is_dir() or not place.parent.is_dir():
-            why = "Is a directory" if place.is_dir() else "No such folder" if path else "the name of a file is empty"
-            raise UsageError(f"meshwright: {path}: {why}\n  fix: {fix}")
+        if path is None:
+            continue
+        place = Path(path).absolute()
+        if path == "":
+            why = "the name of a file is empty"
+        elif place.is_dir():
+            why = "Is a directory"
+        elif not place.parent.is_dir():
+            why = "No such folder"
+        else:
+            continue
+        raise UsageError(f"meshwright: {path}: {why}\n  fix: {fix}")
 
 
 def write_text(path: str, text: str) -> None:

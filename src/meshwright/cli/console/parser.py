@@ -376,6 +376,7 @@ def quantize_parser() -> Parser:
     ranks.add_argument("--processes", action="store_true", help="run one process per rank, not simulated ranks")
     answer = parser.add_argument_group("answer")
     answer.add_argument("--out", metavar="DIR", help="write the quantized model to this new folder")
+    answer.add_argument("--resume", metavar="DIR", help="keep calibrated blocks in this folder, and read those there")
     answer.add_argument("--dry-run", action="store_true", help="show the layers and the sizes; quantize nothing")
     answer.add_argument("--html", metavar="FILE", help="write a self-contained HTML page")
     answer.add_argument("--json", action="store_true", help="print one JSON object")

@@ -31,6 +31,8 @@ class Job:
     samples: int
     out: str
     files: Mapping[str, bytes]
+    resume: str | None = None
+    """The folder of calibrated blocks."""
 
     @property
     def held_out(self) -> Sequence[Any]:
@@ -62,7 +64,7 @@ def quantize_on_rank(job: Job, ranks: int, progress: Callable[[str], None]) -> O
     if ranks > 1:
         _shard_rows(model, job.layers, ranks)
     before = perplexity(model, job.held_out)
-    model = quantize(model, job.scheme, job.calibration or None, progress=progress)
+    model = quantize(model, job.scheme, job.calibration or None, progress=progress, resume=job.resume)
     after = perplexity(model, job.held_out)
     errors = {n or "the model": m.error or 0.0 for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
     save_quantized(model, job.out, files=job.files)
