@@ -176,7 +176,7 @@ TYPED = [
     Line("quantize {f}/quantize.py:build --scheme w4a61 --dry-run", 2, "write w4a16"),
     Line("quantize {f}/quantize.py:build --group-size 3 --dry-run", 2, "leave out --group-size"),
     Line("quantize {f}/quantize.py:build --scheme w4a16 --dry-run", 1, "use group_size=8"),
-    Line("quantize {f}/quantize.py:build --ignore Linear --dry-run", 1, "no layer matches"),
+    Line("quantize {f}/quantize.py:build --ignore Linear --dry-run", 1, "no layer is left"),
     Line("quantize {f}/quantize.py:build", 2, "--out DIR or --dry-run"),
     Line("quantize {f}/quantize.py:build --out {f}", 2, "exists already"),
     Line("quantize {f}/quantize.py:build --out {f}/config.json/new", 2, "can be written"),
