@@ -116,3 +116,19 @@ def test_a_run_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_run_without_an_ok_check_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conformance", "--device", "cpu", "--level", "0", "--only", "memory statistics"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("level", "text", "fix"),
+    [("0", "Softmax operator", "such as --only '"), ("0", "reduction by SUM", "add --level 2")],
+)
+def test_a_name_that_no_check_has_is_refused(
+    level: str, text: str, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["conformance", "--level", level, "--only", text]) == 2
+    assert fix in capsys.readouterr().err
+
+
+def test_names_are_found_in_any_case(asked: list[tuple[list[str], Options]]) -> None:
+    main(["conformance", "--only", "All-Gather"])
+    assert asked[0][0]

@@ -141,6 +141,14 @@ def test_tasks_of_slurm_have_their_place_without_other_variables() -> None:
     assert read_rank_address({**task, **torchrun}) == read_rank_address(torchrun)
 
 
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
+def test_a_variable_that_is_no_number_is_named(name: str) -> None:
+    run = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "7", "LOCAL_RANK": "1"}
+    for wrong in ("x", "", "-1", "1.0"):
+        with pytest.raises(NoCommunicatorError, match=f"a number in the environment variable {name}"):
+            read_rank_address({**run, name: wrong})
+
+
 def test_a_task_of_slurm_that_is_alone_is_the_only_rank() -> None:
     assert read_rank_address({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).size == 1
 

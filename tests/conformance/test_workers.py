@@ -7,7 +7,9 @@ import re
 import pytest
 
 from meshwright.conformance import Facts, Options, Report, Result, run_checks, uses_of
-from meshwright.conformance.workers import supervisor
+from meshwright.conformance.workers import supervisor, worker
+from meshwright.conformance.workers.traces import error_text
+from meshwright.layout import PlatformError
 
 from ._broken_checks import CHECKS
 
@@ -94,3 +96,14 @@ def test_four_processes_need_devices_or_cores(
     run = supervisor._Run(options, print, Facts(device, count, (), "", "", "", ""))
     assert run.why_not(4) == reason
     assert run.why_not(2) == ""
+
+
+@pytest.mark.parametrize("device", ["vdev", "cpu:0", "meta"])
+def test_a_device_that_torch_cannot_use_is_named(device: str) -> None:
+    with pytest.raises(PlatformError, match=rf"devices of type '{device}'(.|\n)*fix:(.|\n)*--import"):
+        worker._usable_device(device, 0)
+
+
+def test_the_text_of_an_error_names_its_class_once() -> None:
+    error = PlatformError("asked", "found", "why", "fix")
+    assert error_text(error).count("PlatformError") == 1

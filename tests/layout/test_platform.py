@@ -17,14 +17,13 @@ from meshwright.layout import (
     PlatformError,
     Transport,
     _accelerator,
+    check_transport_methods,
     device_types,
     generator_state,
     platform_of,
     set_generator_state,
 )
-from meshwright.layout._platform import BUILT_IN
-
-METHODS = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "exchange", "barrier"}
+from meshwright.layout._platform import BUILT_IN, TRANSPORT_METHODS
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +54,43 @@ def install(monkeypatch: pytest.MonkeyPatch, *entries: Entry) -> None:
 
 
 def test_a_transport_has_seven_methods() -> None:
-    assert {name for name in vars(Transport) if not name.startswith("_")} == METHODS
+    assert {name for name in vars(Transport) if not name.startswith("_")} == set(TRANSPORT_METHODS)
+
+
+def test_a_transport_that_lacks_a_method_is_refused() -> None:
+    whole = type("Whole", (), dict.fromkeys(TRANSPORT_METHODS, lambda self: None))
+    check_transport_methods(whole())
+    for name in TRANSPORT_METHODS:
+        part = type("Part", (), {**vars(whole), name: None})
+        with pytest.raises(PlatformError, match=f"no method {name}"):
+            check_transport_methods(part())
+
+
+WRONG_FIELDS: list[tuple[str, object]] = [
+    *(("device_type", wrong) for wrong in ("", None, "cuda:0", torch.device("cuda"))),
+    ("transport", 3),
+    *(("reductions", wrong) for wrong in ({"su": (torch.int64,)}, {"sum": 1}, {"sum": ("int64",)}, ["sum"])),
+    ("nondeterministic", "aten.index_add"),
+    *((field.name, 3) for field in fields(mw.Platform) if "Callable" in str(field.type)),
+]
+
+
+@pytest.mark.parametrize(("field", "wrong"), WRONG_FIELDS)
+def test_a_wrong_field_is_refused(field: str, wrong: object) -> None:
+    values: dict[str, Any] = {"device_type": "vdev", field: wrong}
+    with pytest.raises(PlatformError, match=rf"the field {field} of a platform(.|\n)*fix:"):
+        mw.Platform(**values)
+
+
+def test_only_a_platform_is_registered() -> None:
+    for wrong in ("vdev", mw.Platform):
+        not_a_platform: Any = wrong
+        with pytest.raises(PlatformError, match="to register a platform"):
+            mw.register_platform(not_a_platform)
+
+
+def test_a_platform_can_be_a_key() -> None:
+    assert {mw.Platform("vdev"): 1}[mw.Platform("vdev")] == 1
 
 
 def test_the_built_in_platforms_name_their_transports() -> None:

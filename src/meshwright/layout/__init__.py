@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         Platform,
         Transport,
         TransportGroup,
+        check_transport_methods,
     )
     from ._size import hint, identity
     from ._spec import Spec, parse_spec
@@ -98,6 +99,7 @@ __all__ = [
     "autocast_modes",
     "axes_of",
     "check_length",
+    "check_transport_methods",
     "check_values",
     "chunk",
     "contiguous_strides",

@@ -20,13 +20,16 @@ _registered: dict[str, Platform] = {}
 
 
 def register_platform(platform: Platform) -> None:
-    """Make a type of device known. The platform takes the place of a built-in platform of that type.
+    """Set the platform of a type of device. It takes the place of a built-in platform of that type.
+
+    Call this before the first distributed tensor. A platform equal to the registered one changes nothing.
 
     A package can name its platform in the entry point group `meshwright.platforms` instead.
 
     Raises:
-        PlatformError: another platform was registered for the type.
+        PlatformError: another platform was registered for the type, or the value is no `Platform`.
     """
+    _check_is_platform(platform)
     other = _registered.get(platform.device_type)
     if other is not None and other != platform:
         raise PlatformError(
@@ -37,6 +40,16 @@ def register_platform(platform: Platform) -> None:
         )
     _registered[platform.device_type] = platform
     _platform.cache_clear()
+
+
+def _check_is_platform(found: object) -> None:
+    if not isinstance(found, Platform):
+        raise PlatformError(
+            "to register a platform",
+            f"{found!r}",
+            "a platform is a value of the class Platform",
+            'write mw.register_platform(mw.Platform("vdev"))',
+        )
 
 
 def platform_of(device: str | torch.device) -> Platform:

@@ -69,4 +69,4 @@ class InputError(MeshwrightError, ValueError):
 
 
 class PlatformError(MeshwrightError, ValueError):
-    """A platform that cannot be registered: a second one for a type, or an entry point that gives none."""
+    """A platform that cannot be used: a wrong field, a second one for a type, an incomplete transport, no device."""

@@ -6,6 +6,7 @@ This is the only file that names CUDA and NCCL as torch does. All other code ask
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ._errors import PlatformError
 from ._untyped import TorchValue
 
 CPU = "cpu"
@@ -175,6 +177,75 @@ def set_module_state(state: Tensor, device: torch.device) -> None:
     torch.get_device_module(device.type).set_rng_state(state, device)
 
 
+_TYPE = re.compile(r"[a-z_][a-z0-9_]*")
+REDUCTIONS = ("sum", "prod", "max", "min")
+TRANSPORT_METHODS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "exchange",
+    "barrier",
+)
+
+
+def _check_device_type(found: object) -> None:
+    """Raise PlatformError unless this is the name of a type of devices, without an index."""
+    if not (isinstance(found, str) and _TYPE.fullmatch(found)):
+        why = "a platform is for all devices of a type, by torch's name for the type"
+        raise _field_error("device_type", found, why, 'write the name of the type, such as "xpu"')
+
+
+def _check_transport(found: object) -> None:
+    """Raise PlatformError unless this opens transports, names a backend of torch, or is None."""
+    if not (found is None or isinstance(found, str) or callable(found)):
+        fix = "give a function that takes a TransportGroup, or the name of a backend of torch.distributed"
+        raise _field_error("transport", found, "Meshwright opens a transport for each group of ranks", fix)
+
+
+def _check_reductions(found: object) -> None:
+    """Raise PlatformError unless this is a mapping of reductions to dtypes."""
+    if not (isinstance(found, Mapping) and all(map(_is_reduction, found.items()))):
+        fix = 'write dtypes for reductions, such as {"sum": (torch.float32,)}'
+        raise _field_error("reductions", found, f"the reductions are {', '.join(REDUCTIONS)}", fix)
+
+
+def _is_reduction(entry: tuple[object, object]) -> bool:
+    name, dtypes = entry
+    return name in REDUCTIONS and isinstance(dtypes, Collection) and all(isinstance(x, torch.dtype) for x in dtypes)
+
+
+def _check_operators(found: object) -> None:
+    """Raise PlatformError unless this is a set of names of operators."""
+    if not (isinstance(found, frozenset) and all(isinstance(name, str) for name in found)):
+        fix = 'write the names in a frozenset, such as frozenset({"aten.index_add"})'
+        raise _field_error("nondeterministic", found, "the field is a frozenset of names of operators", fix)
+
+
+def _check_function(field: str, found: object) -> None:
+    """Raise PlatformError unless a field is a function."""
+    if not callable(found):
+        why = "Meshwright calls this field for a device"
+        raise _field_error(field, found, why, "give a function, or leave the field out")
+
+
+def check_transport_methods(transport: object) -> None:
+    """Raise PlatformError if an opened transport lacks a method."""
+    missing = [name for name in TRANSPORT_METHODS if not callable(getattr(transport, name, None))]
+    if missing:
+        raise PlatformError(
+            f"the transport {type(transport).__name__} of a group of ranks",
+            f"no method {', '.join(missing)}",
+            f"a transport has the methods {', '.join(TRANSPORT_METHODS)}",
+            "add the missing methods, or correct their names",
+        )
+
+
+def _field_error(field: str, found: object, why: str, fix: str) -> PlatformError:
+    return PlatformError(f"the field {field} of a platform", f"{found!r}", why, fix)
+
+
 @dataclass(frozen=True, slots=True)
 class Platform:
     """One type of device: its properties that `torch.accelerator` does not have.
@@ -185,8 +256,8 @@ class Platform:
         device_type: name of the type in torch, such as "xpu".
         transport: function that opens the `Transport` of a group, or the name of a backend of `torch.distributed`; by
             default the backend that torch has for the type.
-        reductions: name of a reduction ("sum", "prod", "max", "min") → dtypes for which the transport is exact. Others
-            are gathered and reduced here.
+        reductions: name of a reduction ("sum", "prod", "max", "min") → dtypes for which the transport is exact. For
+            other dtypes, Meshwright gathers the values and reduces them on the device.
         has_streams: True if calls are queued on streams. Otherwise, work is complete when a call returns.
         generator_state: function that returns the state of the default generator of a device.
         set_generator_state: function that sets this state.
@@ -198,16 +269,24 @@ class Platform:
         product_dtypes: dtypes of matrix products that `meshwright profile` measures.
         asserts: True if torch always has the kernel of `torch.ops.aten._assert_async` for the type. Programs that are
             recorded without such a device then check indices, too.
-        attention: function that returns which fused kernels of attention a device has: `FLASH`, `EFFICIENT`. Ring
-            attention merges their results. Without one it uses plain operators.
+        attention: function that returns which fused kernels of attention a device has: "flash" (16-bit
+            numbers), "efficient" (masks and 32-bit numbers). Ring attention merges their results. Without such a
+            kernel it uses plain operators.
         float8: function that returns the scales with which `torch._scaled_mm` of a device multiplies float8 numbers:
-            `TENSORWISE`, `ROWWISE`. Products with other scales are emulated in float32.
+            "tensorwise", "rowwise". Products with other scales are emulated in float32.
         nondeterministic: names of operators, such as "aten.index_add", that may give other bits when repeated.
+
+    Raises:
+        PlatformError: a field has a value that it cannot have.
+
+    `Transport`, `TransportGroup` and `HostSignal` are protocols and types of `meshwright.layout`.
     """
 
     device_type: str
     transport: str | Callable[[TransportGroup], Transport] | None = None
-    reductions: Mapping[str, Collection[torch.dtype]] = field(default_factory=lambda: USUAL_REDUCTIONS, repr=False)
+    reductions: Mapping[str, Collection[torch.dtype]] = field(
+        default_factory=lambda: USUAL_REDUCTIONS, repr=False, hash=False
+    )
     has_streams: bool = True
     generator_state: Callable[[torch.device], Tensor] = field(default=module_state, repr=False)
     set_generator_state: Callable[[Tensor, torch.device], object] = field(default=set_module_state, repr=False)
@@ -220,6 +299,16 @@ class Platform:
     attention: Callable[[torch.device], frozenset[str]] = field(default=no_attention, repr=False)
     float8: Callable[[torch.device], frozenset[str]] = field(default=no_float8, repr=False)
     nondeterministic: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        _check_device_type(self.device_type)
+        _check_transport(self.transport)
+        _check_reductions(self.reductions)
+        _check_operators(self.nondeterministic)
+        for field_name in ("generator_state", "set_generator_state", "attention", "float8"):
+            _check_function(field_name, getattr(self, field_name))
+        if self.signal is not None:
+            _check_function("signal", self.signal)
 
 
 _ATOMIC = frozenset(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 
 from meshwright.cli.console.exit_codes import FAILED, OK
@@ -20,10 +21,12 @@ def conformance(settings: argparse.Namespace, argv: list[str]) -> int:
     _check_imports(settings.imports)
     from meshwright.conformance import CHECKS, Options, Result, counted, keep_results, run_checks, uses_of
 
-    chosen = [check for check in CHECKS if check.level in settings.level and settings.only in check.name]
+    named = [check for check in CHECKS if settings.only.lower() in check.name.lower()]
+    chosen = [check for check in named if check.level in settings.level]
     if not chosen:
-        fix = "write a part of a name that the command prints, such as --only linear"
-        raise UsageError(f"meshwright conformance: no check of these levels contains {settings.only}\n  fix: {fix}")
+        fix = _fix_for_name(settings.only, {check.level for check in named}, [check.name for check in CHECKS])
+        found = f"no check of these levels has {settings.only!r} in its name"
+        raise UsageError(f"meshwright conformance: {found}\n  fix: {fix}")
     file = sys.stderr if settings.json else sys.stdout
 
     def show(result: Result) -> None:
@@ -48,6 +51,14 @@ def conformance(settings: argparse.Namespace, argv: list[str]) -> int:
             "\n".join(["", str(report.facts or "no worker started"), "", *map(str, uses), "", counted(report.results)])
         )
     return OK if report.ok else FAILED
+
+
+def _fix_for_name(text: str, levels: Collection[int], names: Sequence[str]) -> str:
+    """Return how to choose checks by name: the level that has the name, or else the nearest name."""
+    if levels:
+        return f"add --level {min(levels)}, which has such checks"
+    nearest = get_close_matches(text, names, 1, cutoff=0.0)[0]
+    return f"write a part of a name that the command prints, such as --only {nearest!r}"
 
 
 def _check_imports(names: Sequence[str]) -> None:

@@ -308,8 +308,11 @@ def doctor_parser() -> Parser:
 def conformance_parser() -> Parser:
     parser = Parser("meshwright conformance", f"{COMMANDS['conformance'].capitalize()}.", exit_codes("conformance"))
     parser.add_argument("--device", metavar="TYPE", help="type of device, such as xpu (the accelerator, or else cpu)")
-    parser.add_argument("--level", type=levels, default=levels("0-5"), metavar="N-M", help="levels to check (0-5)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only checks whose names contain this text")
+    found = "levels: 0 device, 1 operators, 2 simulated ranks, 3 processes, 4 training, 5 speed (0-5)"
+    parser.add_argument("--level", type=levels, default=levels("0-5"), metavar="N-M", help=found)
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only checks whose names contain this text, in any case"
+    )
     parser.add_argument(
         "--import",
         action="append",

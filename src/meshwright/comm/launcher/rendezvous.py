@@ -41,7 +41,8 @@ def read_rank_address(env: Mapping[str, str] | None = None) -> RankAddress:
     The variables of torchrun come first: those of Slurm only count for a task without RANK and WORLD_SIZE.
 
     Raises:
-        NoCommunicatorError: the environment shows that there are other processes, but not their address.
+        NoCommunicatorError: the environment shows that there are other processes, but not their address, or a variable
+            is no number.
     """
     env = os.environ if env is None else env
     if "RANK" not in env and "WORLD_SIZE" not in env:
@@ -59,14 +60,25 @@ def read_rank_address(env: Mapping[str, str] | None = None) -> RankAddress:
             f"{', '.join(VARIABLES)} in each process",
         )
     return RankAddress(
-        rank=int(env["RANK"]),
-        size=int(env["WORLD_SIZE"]),
-        local_rank=int(env.get("LOCAL_RANK", env["RANK"])),
+        rank=_number(env, "RANK"),
+        size=_number(env, "WORLD_SIZE"),
+        local_rank=_number(env, "LOCAL_RANK" if "LOCAL_RANK" in env else "RANK"),
         host=env["MASTER_ADDR"],
-        port=int(env["MASTER_PORT"]),
+        port=_number(env, "MASTER_PORT"),
         store_is_elsewhere=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=f"{env.get('TORCHELASTIC_RUN_ID', 'run')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
     )
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    if not env[name].strip().isdecimal():
+        raise NoCommunicatorError(
+            f"a number in the environment variable {name}",
+            repr(env[name]),
+            "a rank must know its number and the address of rank 0",
+            f"correct {name}, or let a launcher set it: `meshwright run --ranks N script.py`, torchrun or srun",
+        )
+    return int(env[name])
 
 
 def open_store(place: RankAddress, limit: timedelta) -> Store:

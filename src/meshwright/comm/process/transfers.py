@@ -13,7 +13,7 @@ from hashlib import sha1
 import torch
 from torch import Tensor
 
-from meshwright.layout import CPU, PlacedMessage, Transport, TransportGroup, platform_of
+from meshwright.layout import CPU, PlacedMessage, Transport, TransportGroup, check_transport_methods, platform_of
 
 from ..communicators.call import CommCall, Group, Shape
 from ..communicators.communicator import Receive, contiguous_copy
@@ -197,7 +197,9 @@ class Transfers:
         store = PrefixStore(f"{name}/{key}", another_connection(self._store))
         place, size = group.index(self._rank), len(group)
         if not isinstance(backend, str):
-            return backend(TransportGroup(place, size, store, self._limit))
+            opened = backend(TransportGroup(place, size, store, self._limit))
+            check_transport_methods(opened)
+            return opened
         is_for_cpu = backend == CPU_BACKEND
         if is_for_cpu:
             shared = open_shared(store, place, size, self._limit, self._peers_of(group))

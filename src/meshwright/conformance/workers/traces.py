@@ -10,8 +10,8 @@ from pathlib import Path
 
 _FRAME = re.compile(r'^\s+File "([^"]+)", line (\d+) in ', re.MULTILINE)
 _PARTS = 3
-_MOST = 400
-"""Most characters of a text in a result."""
+_MOST = 600
+"""Most characters of a text in a result: enough for an error of four parts that quotes one of torch."""
 
 
 def short_path(path: str) -> str:
@@ -35,7 +35,8 @@ def error_text(error: BaseException) -> str:
     own = [frame for frame in frames if "/torch/" not in frame.filename]
     place = (own or frames)[-1:]
     where = f" ({short_path(place[0].filename)}:{place[0].lineno})" if place else ""
-    return shortened(f"{type(error).__name__}: {error}") + where
+    name = f"{type(error).__name__}: "
+    return shortened(name + str(error).removeprefix(name)) + where  # errors of Meshwright begin with their class
 
 
 def place_in(trace: str) -> str:

@@ -20,7 +20,7 @@ import torch
 
 from meshwright.comm import Check as CallCheck
 from meshwright.comm import init_process, launch
-from meshwright.layout import CPU, device_name, device_types
+from meshwright.layout import CPU, PlatformError, device_name, device_types
 
 from ..results.check import Check, NotRun, Target, WrongResult
 from ..results.result import NOT_RUN, OK, RAISED, WRONG, Facts
@@ -82,16 +82,27 @@ def _start(request: Request) -> tuple[Mapping[str, Check], Target]:
 
 
 def _target(request: Request) -> Target:
-    """Return the device of this rank. Raises RuntimeError if torch cannot use it."""
+    """Return the device of this rank. Raises PlatformError if torch cannot use it."""
     here = device_types()
     kind = request.device or here[-1]
     count = torch.accelerator.device_count() if kind in here[1:] else 1
-    device = torch.device(kind)
-    if kind != CPU:
-        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) % count)
-    float(torch.ones(2, device=device).sum().cpu())
+    device = _usable_device(kind, int(os.environ.get("LOCAL_RANK", "0")) % count)
     dtypes = tuple(each for each in FLOATING if _has(device, each))
     return Target(device, count, dtypes, Path(request.folder), request.through_host)
+
+
+def _usable_device(kind: str, at: int) -> torch.device:
+    try:
+        device = torch.device(kind) if kind == CPU else torch.device(kind, at)
+        float(torch.ones(2, device=device).sum().cpu())
+    except Exception as error:  # the class depends on the device
+        raise PlatformError(
+            f"to check devices of type {kind!r}",
+            f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            f"torch cannot compute on such a device; types in this process: {', '.join(device_types())}",
+            "correct --device, or name the module that adds the device to torch with --import",
+        ) from error
+    return device
 
 
 def _has(device: torch.device, dtype: torch.dtype) -> bool:
