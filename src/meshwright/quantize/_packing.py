@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.tensor import DistTensor
+
 WORD = 32
 """Bits of an int32."""
 BYTE = 8
@@ -75,7 +77,8 @@ def unpack(words: Tensor, bits: int, length: int) -> Tensor:
     [[-8, -7, 0, 7]]
     """
     mask = (1 << bits) - 1
-    if BYTE % bits == 0 and sys.byteorder == "little":
+    has_bytes = BYTE % bits == 0 and sys.byteorder == "little"
+    if has_bytes and not isinstance(words, DistTensor):  # views with another item size have no rule
         codes = _of_bytes(words.contiguous().view(torch.uint8), bits, mask)
     elif WORD % bits == 0:
         plain = (words.unsqueeze(-1) >> _shifts(bits, words.device)) & mask

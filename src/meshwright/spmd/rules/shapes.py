@@ -114,27 +114,10 @@ def resolved(size: Sequence[int], total: int) -> tuple[int, ...]:
 
 
 def view_rule(x: Tensor, size: TorchValue, *rest: TorchValue, **kwargs: TorchValue) -> Rule | None:
-    """Return the rule of `view` with sizes or a dtype."""
-    if isinstance(size, torch.dtype):
-        return view_dtype_rule(x, size)
+    """Return the rule of `view`. `view(dtype)` has no rule if the item size changes."""
     if not isinstance(size, (list, tuple)):
-        return None
+        return Rule("..., -> ...") if getattr(size, "itemsize", 0) == x.dtype.itemsize else None
     return Rule(reshape_text(x.shape, resolved(size, x.numel())), sizes=(1,))
-
-
-def view_dtype_rule(x: Tensor, dtype: torch.dtype) -> Rule | None:
-    """Return the rule of `view(dtype)`. Smaller items split those of the last dim, and larger ones join them."""
-    old, new = x.dtype.itemsize, dtype.itemsize
-    if old == new:
-        return Rule("..., -> ...")
-    if not x.dim() or not x.shape[-1] or x.shape[-1] * old % new:
-        return None
-    *leading, _ = dim_names(x)
-    count = x.shape[-1] * old // max(old, new)
-    item, ratio = sized_name("item", count), max(old, new) // min(old, new)
-    split, joined = f"({item} {sized_name('new', ratio)})", f"({item} {sized_name('part', ratio)}!)"
-    left, right = (item, split) if old > new else (joined, item)
-    return Rule(f"{operand_text([*leading, left])} -> {operand_text([*leading, right])}")
 
 
 def view_as_rule(x: Tensor, other: Tensor) -> str:
