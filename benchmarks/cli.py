@@ -99,7 +99,7 @@ TYPED = [
     Line("conformance --levl 0", 2, "conformance --level"),
     Line("conformance --level 7", 2, "not a level from 0 to 5"),
     Line("conformance --level 3-1", 2, "not a level from 0 to 5"),
-    Line("conformance --only nothing-like-this", 2, "no check of these levels contains"),
+    Line("conformance --only nothing-like-this", 2, "no check of these levels has"),
     Line("conformance --import no.such.module", 2, "there is no module no.such.module"),
     Line("conformance --html {f}/none/a.html", 2, "No such folder"),
     Line("profile --dry-rn", 2, "profile --dry-run"),
