@@ -21,12 +21,8 @@ def conformance(settings: argparse.Namespace, argv: list[str]) -> int:
     _check_imports(settings.imports)
     from meshwright.conformance import CHECKS, Options, Result, counted, keep_results, run_checks, uses_of
 
-    named = [check for check in CHECKS if settings.only.lower() in check.name.lower()]
-    chosen = [check for check in named if check.level in settings.level]
-    if not chosen:
-        fix = _fix_for_name(settings.only, {check.level for check in named}, [check.name for check in CHECKS])
-        found = f"no check of these levels has {settings.only!r} in its name"
-        raise UsageError(f"meshwright conformance: {found}\n  fix: {fix}")
+    names = _chosen([(check.level, check.name) for check in CHECKS], settings.only, settings.level)
+    chosen = [check for check in CHECKS if (check.level, check.name) in names]
     file = sys.stderr if settings.json else sys.stdout
 
     def show(result: Result) -> None:
@@ -51,6 +47,16 @@ def conformance(settings: argparse.Namespace, argv: list[str]) -> int:
             "\n".join(["", str(report.facts or "no worker started"), "", *map(str, uses), "", counted(report.results)])
         )
     return OK if report.ok else FAILED
+
+
+def _chosen(checks: Sequence[tuple[int, str]], text: str, levels: Collection[int]) -> set[tuple[int, str]]:
+    """Return levels and names of the checks to run. Raises UsageError if there is none."""
+    named = [(level, name) for level, name in checks if text.lower() in name.lower()]
+    chosen = {(level, name) for level, name in named if level in levels}
+    if not chosen:
+        fix = _fix_for_name(text, {level for level, _ in named}, [name for _, name in checks])
+        raise UsageError(f"meshwright conformance: no check of these levels has {text!r} in its name\n  fix: {fix}")
+    return chosen
 
 
 def _fix_for_name(text: str, levels: Collection[int], names: Sequence[str]) -> str:
