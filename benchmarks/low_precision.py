@@ -30,7 +30,7 @@ CONFIG = LlamaConfig.of_width(64, 2)
 STEPS, FURTHER, SETS = 300, 200, 3
 """Steps of training, of further training with rounded weights, and sets of samples."""
 RATE = 1e-3
-"""Learning rate of the training with float8 products. At three times this rate, chance alone changes a loss by 4 %."""
+"""Learning rate of the training with float8 products. At three times this rate, chance hides the difference."""
 MOST = 1.0
 """Goal: the difference between the losses of fp8 and bf16, in percent."""
 RECIPES = ("tensorwise", "rowwise")

@@ -8,11 +8,15 @@ import sys
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from meshwright.cli.console.exit_codes import FAILED, OK
 from meshwright.cli.console.files import check_folder, write_text
 from meshwright.cli.console.output import print_json, print_text
 from meshwright.cli.console.parser import UsageError
+
+if TYPE_CHECKING:
+    from meshwright.conformance import Check
 
 
 def conformance(settings: argparse.Namespace, argv: list[str]) -> int:
@@ -21,8 +25,7 @@ def conformance(settings: argparse.Namespace, argv: list[str]) -> int:
     _check_imports(settings.imports)
     from meshwright.conformance import CHECKS, Options, Result, counted, keep_results, run_checks, uses_of
 
-    names = _chosen([(check.level, check.name) for check in CHECKS], settings.only, settings.level)
-    chosen = [check for check in CHECKS if (check.level, check.name) in names]
+    chosen = _chosen(CHECKS, settings.only, settings.level)
     file = sys.stderr if settings.json else sys.stdout
 
     def show(result: Result) -> None:
@@ -49,12 +52,12 @@ def conformance(settings: argparse.Namespace, argv: list[str]) -> int:
     return OK if report.ok else FAILED
 
 
-def _chosen(checks: Sequence[tuple[int, str]], text: str, levels: Collection[int]) -> set[tuple[int, str]]:
-    """Return levels and names of the checks to run. Raises UsageError if there is none."""
-    named = [(level, name) for level, name in checks if text.lower() in name.lower()]
-    chosen = {(level, name) for level, name in named if level in levels}
+def _chosen(checks: Sequence[Check], text: str, levels: Collection[int]) -> list[Check]:
+    """Return the checks of these levels whose names contain the text. Raises UsageError if there is none."""
+    named = [check for check in checks if text.lower() in check.name.lower()]
+    chosen = [check for check in named if check.level in levels]
     if not chosen:
-        fix = _fix_for_name(text, {level for level, _ in named}, [name for _, name in checks])
+        fix = _fix_for_name(text, {check.level for check in named}, [check.name for check in checks])
         raise UsageError(f"meshwright conformance: no check of these levels has {text!r} in its name\n  fix: {fix}")
     return chosen
 

@@ -1,7 +1,8 @@
 """Values computed piece by piece, each a group of rows.
 
-Some operators treat each row for itself: products whose left operand has the rows, pointwise operators, reductions over
-the last dim, and normalizations. From pieces of their operands they compute pieces of their results.
+Some operators compute each row of a result from the same row of their operands: products whose left operand has the
+rows, pointwise operators, reductions over the last dim, and normalizations. From pieces of the operands they compute
+pieces of the result.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class RowPieces:
     known: dict[Value, Pieces] = field(default_factory=dict[Value, Pieces])
 
     def has_product(self, v: Value) -> bool:
-        """True if `v` is computed from a product by operators that treat each row for itself."""
+        """True if `v` is computed from a product by operators that compute each row alone."""
         made = self.draft.producer(v)
         if made is None or not has_static_sizes(*made.ins, *made.outs):
             return False
@@ -63,7 +64,7 @@ class RowPieces:
         wanted: set[Spot] = set()
         for spot in reversed(list(self.draft)):
             readers = (reader for v in spot.outs for reader in self.draft.users(v))
-            if is_row_product(spot) or (_treats_rows(spot) and any(reader in wanted for reader in readers)):
+            if is_row_product(spot) or (_computes_rows(spot) and any(reader in wanted for reader in readers)):
                 wanted.add(spot)
         return wanted
 
@@ -132,7 +133,7 @@ def _has_rows_of(v: Value, like: Value) -> bool:
 
 def _keeps_rows(spot: Spot, like: Value) -> bool:
     """True if operands and results have the rows of `like`; operands may also be the same for all rows."""
-    if not _treats_rows(spot):
+    if not _computes_rows(spot):
         return False
     if spot.op in VIEWS:
         return True
@@ -140,8 +141,8 @@ def _keeps_rows(spot: Spot, like: Value) -> bool:
     return all(_has_rows_of(v, like) for v in (*spot.outs, *(v for v in spot.ins if v not in shared)))
 
 
-def _treats_rows(spot: Spot) -> bool:
-    """True for a view that keeps the last dim, and for an operator that may compute each row for itself."""
+def _computes_rows(spot: Spot) -> bool:
+    """True for a view that keeps the last dim, and for an operator that may compute each row alone."""
     if not is_pure(spot.op) or any(isinstance(x, Value) for x in spot.kwargs.values()):
         return False
     if spot.op in VIEWS:

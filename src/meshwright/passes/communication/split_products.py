@@ -27,8 +27,8 @@ aten = torch.ops.aten
 class SplitProducts(Pass):
     """Split matrix products that an all-reduce of at least `least` bytes reads into `pieces` by rows.
 
-    Operators between the product and the all-reduce that treat each row for itself are split as well, and so are those
-    between the all-reduce and the next products: the first piece goes on while the last one is sent. Products whose
+    Operators between the product and the all-reduce that compute each row alone are split as well, and so are those
+    between the all-reduce and the next products: they run on the first piece while the last one is sent. Products whose
     number of rows is no multiple of `pieces` stay whole. The pass must run after `Bucket`, which would merge the pieces
     again, and before `OverlapSchedule`.
 
