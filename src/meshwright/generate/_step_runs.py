@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from meshwright.comm import current_communicator, get_rank, world_ranks
 from meshwright.engine import DistModel, Strategy, to_static, unshard_dtensor
+from meshwright.fixed_order import in_same_numbers
 from meshwright.layout import warn_user
 from meshwright.passes import OneRowProducts
 from meshwright.tensor import fast_products, has_fast_products
@@ -71,7 +72,8 @@ class StepRuns:
         What the programs depend on is compared once inside, not for each token: nothing but tensors changes there.
         """
         self._records = is_distributed and self.static_after is not None
-        with ExitStack() as self._inside, fast_products(is_distributed and self._all_have_fast_products()):
+        is_fast = not in_same_numbers() and (not is_distributed or self._all_have_fast_products())
+        with ExitStack() as self._inside, fast_products(is_fast):
             for run in self.known:
                 run.is_ready = False
                 if run.program is not None:
@@ -137,8 +139,7 @@ class StepRuns:
             program = to_static(step, strategy=STRATEGY)
             self._inside.enter_context(program.unchanged())
         try:
-            with fast_products(False):  # a recording has no values
-                program.compile(tokens_r1, places_r1)
+            program.compile(tokens_r1, places_r1)
         except Exception as error:
             self.stay_eager(f"it cannot be recorded: {type(error).__name__}: {error}")
             return None

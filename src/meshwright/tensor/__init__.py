@@ -74,7 +74,14 @@ from .core.tree import key_of_tree, leaves_in, map_leaves, map_tensors, tensors_
 from .core.write_counts import Mark, mark_of
 from .execution import dispatch as dispatch
 from .execution import func_transforms as func_transforms
-from .execution.few_row_products import fast_products, has_fast_products, has_values, product, sum_with_product
+from .execution.few_row_products import (
+    fast_products,
+    has_fast_products,
+    has_values,
+    product,
+    products_are_fast,
+    sum_with_product,
+)
 from .execution.native_kernel import native_kernel
 from .handlers import direct_attributes as direct_attributes
 from .handlers import padded_encoder as padded_encoder
@@ -190,6 +197,7 @@ __all__ = [
     "parts_recorded",
     "pipe_split",
     "product",
+    "products_are_fast",
     "random_source",
     "recording",
     "recording_parts",
