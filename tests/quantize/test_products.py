@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.quantize import NumberFormat, QuantizedLinear, Scheme
-from meshwright.quantize.products import integer_product, operators
+from meshwright.quantize.products import ANY, MostRows, integer_product, measuring, operators
 from meshwright.quantize.products.kernels import integer_kernel, packed_kernel
 from meshwright.tensor import fast_products
 
@@ -131,3 +131,11 @@ def test_products_on_a_mesh_are_those_of_one_device(name: str, placement: mw.Pla
         wanted = layer(scheme)(x)
     for found, _ in mw.simulate(product, 2):
         torch.testing.assert_close(found, wanted)
+
+
+def test_measuring_finds_the_first_number_of_rows_for_which_torch_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "SIZE", 256)
+    if packed_kernel() is not None:
+        assert all(most in (0, *measuring.ROWS, ANY) for most in measuring.measure_rows())
+    monkeypatch.setattr(measuring, "packed_kernel", lambda: None)
+    assert measuring.measure_rows() == MostRows(0, 0, 0)

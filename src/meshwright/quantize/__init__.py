@@ -20,6 +20,7 @@ _finished_stages    the folder of finished stages, from which an interrupted cal
 _calibration        observe inputs, choose numbers, stage by stage
 _quantize           `quantize`: all of it for a model
 _errors             the errors of quantization
+products            products of inputs with the codes of a weight, and the choice of a product by rows
 checkpoints         save and load: safetensors files and config.json, in the forms of several libraries
 training            layers that train with rounded numbers, and with products of float8 numbers
 """
@@ -31,6 +32,7 @@ from ._quantized_linear import QuantizedLinear
 from ._scheme import PRESETS, NumberFormat, Scheme
 from .checkpoints.load import load_quantized
 from .checkpoints.save import save_quantized
+from .products import MostRows, keep_rows, measure_rows
 from .training import FakeQuantizedLinear, Float8Linear, convert_to_float8_training, prepare_qat
 
 __all__ = [
@@ -38,13 +40,16 @@ __all__ = [
     "CalibrationError",
     "FakeQuantizedLinear",
     "Float8Linear",
+    "MostRows",
     "NumberFormat",
     "Outline",
     "QuantizeError",
     "QuantizedLinear",
     "Scheme",
     "convert_to_float8_training",
+    "keep_rows",
     "load_quantized",
+    "measure_rows",
     "outline",
     "prepare_qat",
     "quantize",

@@ -82,7 +82,7 @@ from .execution.few_row_products import (
     products_are_fast,
     sum_with_product,
 )
-from .execution.native_kernel import native_kernel
+from .execution.native_kernel import kernel_folder, native_kernel, processor
 from .handlers import direct_attributes as direct_attributes
 from .handlers import padded_encoder as padded_encoder
 from .handlers import sparse_constructors as sparse_constructors
@@ -179,6 +179,7 @@ __all__ = [
     "is_of_transform",
     "jit_tracing",
     "keep_own_part",
+    "kernel_folder",
     "key_of_tree",
     "largest_anywhere",
     "leaves_in",
@@ -196,6 +197,7 @@ __all__ = [
     "operators_recorded",
     "parts_recorded",
     "pipe_split",
+    "processor",
     "product",
     "products_are_fast",
     "random_source",

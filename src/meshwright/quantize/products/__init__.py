@@ -2,10 +2,23 @@
 
 operators   the operators packed_linear and integer_linear, their local computation and their sharding rules
 kernels     the C++ kernels of both, split among the threads of the process
-choice      which product is the fastest for a number of rows, from measured times
+choice      whether a product takes the codes
+most_rows   the table by which it is chosen
+measuring   measure that table
 """
 
 from .choice import takes_codes
+from .measuring import measure_rows
+from .most_rows import ANY, MostRows, built_in_rows, keep_rows
 from .operators import integer_product, packed_product
 
-__all__ = ["integer_product", "packed_product", "takes_codes"]
+__all__ = [
+    "ANY",
+    "MostRows",
+    "built_in_rows",
+    "integer_product",
+    "keep_rows",
+    "measure_rows",
+    "packed_product",
+    "takes_codes",
+]

@@ -6,7 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -93,7 +93,7 @@ def _in_parts(act: Callable[[int, int], None], rows: int, codes: int) -> None:
     list(_threads(os.getpid(), torch.get_num_threads()).map(act, bounds[:-1], bounds[1:]))
 
 
-@cache
+@lru_cache(maxsize=1)
 def _threads(process: int, count: int) -> ThreadPoolExecutor:
     """Return the threads of a process; those of its parent do not live in a fork."""
     return ThreadPoolExecutor(count, "meshwright products")

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from math import gcd
 from typing import Any
 
@@ -21,9 +21,9 @@ from .._packing import BYTE
 from .._rounding import to_values
 from .._scheme import FLOAT4_GROUPS, NumberFormat
 from .._stored_weight import codes_of
-from .choice import most_rows
 from .kernels import form_of, integer_kernel, packed_kernel, run_integers, run_packed
-from .torch_hooks import has_integer_instructions
+from .most_rows import most_rows
+from .torch_hooks import has_integer_instructions, product_of_integers
 
 _LIBRARY = torch.library.Library("meshwright", "FRAGMENT")
 _LIBRARY.define("packed_linear(Tensor x, Tensor codes, Tensor scale, Tensor? zero, int bits, str kind) -> Tensor")
@@ -60,7 +60,7 @@ def _packed(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: 
     return found.to(x.dtype).view(*x.shape[:-1], codes.shape[0])
 
 
-@cache
+@lru_cache(maxsize=64)
 def _numbers(bits: int, kind: Any, group_size: int | None) -> NumberFormat:
     """Return the format of the codes; without groups, a row has one scale, or all of them have one."""
     if group_size is None:
@@ -71,14 +71,15 @@ def _numbers(bits: int, kind: Any, group_size: int | None) -> NumberFormat:
 
 def _integers(x: Tensor, weight: Tensor) -> Tensor:
     rows, weight = x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous()
-    kernel = integer_kernel() if x.is_cpu and rows.shape[0] <= most_rows().integers else None
-    if kernel is not None and rows.numel():
-        found = run_integers(kernel, rows, weight)
-    elif not x.is_cpu or has_integer_instructions():
-        found = torch._int_mm(rows, weight.t())
-    else:
-        found = _in_floats(rows, weight)
+    is_few = x.is_cpu and 0 < rows.shape[0] <= most_rows().integers
+    kernel = integer_kernel() if is_few and x.shape[-1] else None
+    found = product_by_torch(rows, weight) if kernel is None else run_integers(kernel, rows, weight)
     return found.view(*x.shape[:-1], weight.shape[0])
+
+
+def product_by_torch(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the int32 product of int8 codes [m, k] and [n, k] without a kernel of this library."""
+    return product_of_integers(x, weight) if not x.is_cpu or has_integer_instructions() else _in_floats(x, weight)
 
 
 def _in_floats(x: Tensor, weight: Tensor) -> Tensor:
