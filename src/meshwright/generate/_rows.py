@@ -52,6 +52,11 @@ class Rows:
         """Return the distribution of another number of rows on the same ranks."""
         return Rows(count, 0, count) if self.mesh is None else _rows(count, self.mesh, self.placements)
 
+    @property
+    def of_ranks(self) -> Rows:
+        """The distribution of one row for each rank with rows of its own."""
+        return self.resized(self.count // self.held)
+
     def zeros(self, like: Tensor, width: int) -> Tensor:
         """Return zeros [rows, width] with the dtype of a tensor, distributed as the rows are."""
         part = (like.to_local() if isinstance(like, DistTensor) else like).new_zeros(self.held, width)

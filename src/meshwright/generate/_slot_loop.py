@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.engine import unshard_dtensor
 
 from ._choice import choose_rows
-from ._request import GenerationRequest
+from ._request import GenerationRequest, Prompt
 from ._slots import Slots
 
 
@@ -46,8 +46,8 @@ class SlotLoop:
         """Return tokens and log-probabilities [n, t] of all rows; None if decode steps do not fit the model."""
         while True:
             self._release()
-            if self.waiting and None in self.row_of:
-                if not self._refill():
+            if entered := self._entered():
+                if not self._begin(entered):
                     return None
                 continue
             if all(row is None for row in self.row_of):
@@ -65,19 +65,27 @@ class SlotLoop:
         if is_due:
             self.asked, ended = self.turns, unshard_dtensor(self.rows.joined(self.ended_r)).tolist()
         for slot, has_ended in enumerate(ended):
-            if has_ended or self.lengths[slot] == self.request.max_new_tokens:
+            is_complete = has_ended or self.lengths[slot] == self.request.max_new_tokens
+            if is_complete and self.row_of[slot] is not None:
                 self.row_of[slot] = None
+                self.slots.release(slot)
 
-    def _refill(self) -> bool:
-        """Move rows that wait into free slots, and choose their first tokens; False if steps do not fit the model."""
-        free = [slot for slot, row in enumerate(self.row_of) if row is None][: len(self.waiting)]
-        for slot in free:
-            self.row_of[slot], self.lengths[slot] = self.waiting.popleft(), 0
-        self.ended_r[self._held(free)] = False
-        logits_av = self.slots.admit({slot: self._prompt(slot) for slot in free})
+    def _entered(self) -> list[int]:
+        """Move rows that wait into free slots whose ranks have memory for them, and return these slots."""
+        entered: list[int] = []
+        for slot, row in enumerate(self.row_of):
+            if row is None and self.waiting and self.slots.reserve(slot, self._prompt_of(self.waiting[0])):
+                self.row_of[slot], self.lengths[slot] = self.waiting.popleft(), 0
+                entered.append(slot)
+        return entered
+
+    def _begin(self, slots: Sequence[int]) -> bool:
+        """Choose the first tokens of rows that entered these slots; False if steps do not fit the model."""
+        self.ended_r[self._held(slots)] = False
+        logits_av = self.slots.admit({slot: self._prompt(slot) for slot in slots})
         if logits_av is None:
             return False
-        self._choose(free, logits_av, are_all=False)
+        self._choose(slots, logits_av, are_all=False)
         return True
 
     def _choose(self, slots: Sequence[int], logits_rv: Tensor, are_all: bool = True) -> None:
@@ -119,8 +127,11 @@ class SlotLoop:
             for slot, row in enumerate(self.row_of)
         ]
 
-    def _prompt(self, slot: int) -> tuple[int, ...]:
-        return self.request.prompts[self.numbered[self._row(slot)][0]]
+    def _prompt(self, slot: int) -> Prompt:
+        return self._prompt_of(self._row(slot))
+
+    def _prompt_of(self, row: int) -> Prompt:
+        return self.request.prompts[self.numbered[row][0]]
 
     def _row(self, slot: int) -> int:
         row = self.row_of[slot]
