@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from meshwright.engine import dtensor_from_local
 from meshwright.tensor import DistTensor
 
-from ._cache import may_be_written
+from ._cache import KINDS, may_be_written
 from ._pages import PagePool
 from ._rows import Rows
 
@@ -122,7 +122,7 @@ def why_no_steps(layers: Sequence[Any], rows: Rows, capacity: int) -> str:
         return "the model has no cache of transformers"
     for layer in layers:
         kind, window = type(layer).__name__, getattr(layer, "sliding_window", capacity)
-        if kind not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
+        if kind not in KINDS:
             return f"its cache has a {kind}"
         if window < capacity:
             return f"its cache keeps the last {window} positions only"

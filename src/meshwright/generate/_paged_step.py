@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ._decode_step import Append, DecodeStep, RowCopy, local
 from ._page_operators import read_pages
-from ._pages import PagePool
+from ._pages import PagePool, page_count
 from ._rows import Rows
 
 
@@ -36,7 +36,7 @@ class PagedStep(DecodeStep):
     ) -> None:
         super().__init__(model, layers, rows, capacity, logits_rv, pool)
         self.page_size = pool.size
-        table = torch.zeros(rows.held, pool.pages_of(capacity), dtype=torch.int64, device=logits_rv.device)
+        table = torch.zeros(rows.held, page_count(capacity, pool.size), dtype=torch.int64, device=logits_rv.device)
         self.register_buffer("table", rows.joined(table), False)
 
     @property

@@ -10,12 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from ._errors import GenerationError
-from ._request import GenerationRequest, Prompt
-from ._rows import Rows
-
-PAGE_SIZE = 64
-"""Positions of a page, if a request has `cache_positions` only."""
+from ._request import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +28,10 @@ class PagePool:
         """Positions of all pages of a rank."""
         return (self.count + 1) * self.size
 
-    def pages_of(self, positions: int) -> int:
-        """Return the number of pages for so many positions of a row."""
-        return -(-positions // self.size)
+
+def page_count(positions: int, size: int) -> int:
+    """Return the number of pages of this size for so many positions of a row."""
+    return -(-positions // size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +57,8 @@ class Pages:
         """Number of the rows that have a page."""
         self.shared: dict[Prompt, list[int]] = {}
         """The pages that a prompt of some row fills whole."""
+        self.refused: Prompt | None = None
+        """The last prompt for which pages were missing, until a row leaves: slots without a row ask for each token."""
 
     @property
     def in_use(self) -> int:
@@ -69,11 +67,14 @@ class Pages:
 
     def enter(self, row: int, prompt: Prompt, positions: int) -> bool:
         """Give a row the pages of its prompt; False if the pages for `positions` are not left."""
-        shared, most = self.shared.get(prompt, []), self.pool.pages_of(positions)
+        if prompt is self.refused:
+            return False
+        shared, most = self.shared.get(prompt, []), page_count(positions, self.pool.size)
         promised = sum(each.most - len(each.pages) for each in self.rows.values())
         if most - len(shared) > len(self.free) - promised:
+            self.refused = prompt
             return False
-        own = [self.free.pop() for _ in range(self.pool.pages_of(len(prompt)) - len(shared))]
+        own = [self.free.pop() for _ in range(page_count(len(prompt), self.pool.size) - len(shared))]
         pages = [*shared, *own]
         self.rows[row] = RowPages(prompt, pages, len(shared), most)
         self.holders.update(pages)
@@ -92,49 +93,9 @@ class Pages:
 
     def leave(self, row: int) -> None:
         """Make the pages of a row free, except those that other rows have."""
-        left = self.rows.pop(row)
+        left, self.refused = self.rows.pop(row), None
         self.holders.subtract(left.pages)
         unused = [page for page in left.pages if not self.holders[page]]
         self.free.extend(unused)
         if left.pages[0] in unused:
             self.shared.pop(left.prompt, None)
-
-
-def refuse_pages(request: GenerationRequest, found: str) -> None:
-    """Raise GenerationError if the request is for pages. `found` says why no decode step fits."""
-    if not request.is_paged:
-        return
-    options = {"page_size": request.page_size, "cache_positions": request.cache_positions}
-    given = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
-    raise GenerationError(
-        f"tokens with {given}",
-        found,
-        "pages hold the keys and values of decoders of transformers whose layers keep all positions",
-        "leave page_size and cache_positions out",
-    )
-
-
-def pool_of(request: GenerationRequest, rows: Rows, capacity: int) -> PagePool | None:
-    """Return the pages for a request with rows of this capacity; None for a request without pages.
-
-    Raises:
-        GenerationError: the pages of a rank are too few for one row.
-    """
-    if not request.is_paged:
-        return None
-    pool = PagePool(0, request.page_size or PAGE_SIZE)
-    ranks = rows.count // rows.held
-    if request.cache_positions is None:
-        return PagePool(rows.held * pool.pages_of(capacity), pool.size)
-    pool = PagePool(pool.pages_of(-(-request.cache_positions // ranks)), pool.size)
-    least = pool.pages_of(request.positions)
-    if pool.count < least:
-        longest = max(map(len, request.prompts))
-        raise GenerationError(
-            f"tokens with cache_positions={request.cache_positions}",
-            f"a prompt of {longest} tokens and {request.max_new_tokens} new ones, which need {least} pages of "
-            f"{pool.size} positions",
-            f"each rank with rows of its own has {pool.count}, on {ranks} of these ranks",
-            f"pass cache_positions={least * pool.size * ranks} or more",
-        )
-    return pool

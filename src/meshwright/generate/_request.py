@@ -85,6 +85,14 @@ class GenerationRequest:
         """Upper bound of the positions with keys of the longest row: the last new token needs none."""
         return max(map(len, self.prompts)) + self.max_new_tokens - 1
 
+    def refuse_pages(self, found: str) -> None:
+        """Raise GenerationError if the request is for pages. `found` says why no decode step fits."""
+        options = {"page_size": self.page_size, "cache_positions": self.cache_positions}
+        given = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
+        if given:
+            why = "only decode steps read and write pages, and no decode step fits"
+            raise _invalid(given, found, why, "leave page_size and cache_positions out")
+
     def check_prompts(self, vocabulary: int) -> None:
         """Raise GenerationError for a token of a prompt that a vocabulary of this size does not have."""
         for at, prompt in enumerate(self.prompts):

@@ -68,9 +68,7 @@ class Rows:
             return self.mesh is None
         if self.mesh is None:
             return Shard(0) not in x.placements
-        return x.mesh == self.mesh and all(
-            (mine == Shard(0)) == (its == Shard(0)) for mine, its in zip(self.placements, x.placements, strict=True)
-        )
+        return x.mesh == self.mesh and _row_placements(x) == self.placements
 
     def replicated(self, whole: Tensor) -> Tensor:
         """Return a tensor that every rank has whole as a replicated one, which no hook shards."""
@@ -82,7 +80,14 @@ def rows_of(logits_rv: Tensor) -> Rows:
     count = logits_rv.shape[0]
     if not isinstance(logits_rv, DistTensor) or logits_rv.mesh.size < len(world_ranks()):
         return Rows(count, 0, count)
-    return _rows(count, logits_rv.mesh, tuple(p if p == Shard(0) else Replicate() for p in logits_rv.placements))
+    return _rows(count, logits_rv.mesh, _row_placements(logits_rv))
+
+
+def _row_placements(x: DistTensor) -> tuple[Placement, ...]:
+    """Return where the rows of a tensor are sharded. An axis of one rank shards nothing: a single row never is."""
+    sizes = x.mesh.sizes.values()
+    is_sharded = (p == Shard(0) and size > 1 for p, size in zip(x.placements, sizes, strict=True))
+    return tuple(Shard(0) if each else Replicate() for each in is_sharded)
 
 
 def _rows(count: int, mesh: ProcessMesh, placements: tuple[Placement, ...]) -> Rows:

@@ -24,7 +24,6 @@ from ._cache import write_in_place
 from ._calls import TokenCalls, has_encoder, takes_cache, token_calls
 from ._choice import choose_rows
 from ._errors import GenerationError
-from ._pages import refuse_pages
 from ._ranks import ASKED, Tokens, made_by, ranks_of
 from ._request import GenerationRequest, Prompts, check_whole, request_of
 from ._slot_loop import SlotLoop
@@ -187,7 +186,7 @@ class Sampler:
         """
         gains_nothing = not self._is_distributed and request.n == 1 and count == len(request.rows)
         if in_same_numbers():
-            refuse_pages(request, "mw.same_numbers(), which refuses writes at positions that differ between rows")
+            request.refuse_pages("mw.same_numbers(), which refuses writes at positions that differ between rows")
             return None
         if gains_nothing and not request.is_paged:
             return None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ._calls import CachedCalls
 from ._decode_step import DecodeStep, RowCopy, why_no_steps
-from ._pages import PagePool, refuse_pages
+from ._pages import PagePool
 from ._request import GenerationRequest, Prompt
 from ._rows import Rows
 from ._step_runs import StepRun, StepRuns, same_logits
@@ -91,7 +91,7 @@ class Slots:
             return None
         if calls.rows.resized(self.rows.count) != self.rows:
             self.runs.rows = None
-            refuse_pages(self.request, "the rows are on other ranks than those of the calls before")
+            self.request.refuse_pages("the rows are on other ranks than those of the calls before")
             return None
         return self.runs.take(self.model, calls.layers, self.rows, self.capacity, logits_rv, self.pool)
 

@@ -14,11 +14,16 @@ from meshwright.tensor import DistTensor
 
 from ._calls import CachedCalls, decoder_cache
 from ._decode_step import why_no_steps
+from ._errors import GenerationError
 from ._paged_slots import PagedSlots
-from ._pages import pool_of
+from ._pages import PagePool, page_count
 from ._request import GenerationRequest
+from ._rows import Rows
 from ._slots import Slots
 from ._step_runs import StepRuns, rounded
+
+PAGE_SIZE = 64
+"""Positions of a page, if a request has `cache_positions` only."""
 
 
 def slots_for(
@@ -45,6 +50,30 @@ def slots_for(
         runs.rows = probe.rows.resized(ranks)
     blocks = ranks // runs.rows.held
     rows = runs.rows.resized(-(-count // blocks) * blocks)
-    pool = pool_of(request, rows, capacity)
+    pool = _pool(request, rows, capacity)
     kind = Slots if pool is None else PagedSlots
     return kind(model, device, cache_name, runs, rows, request, capacity, pool)
+
+
+def _pool(request: GenerationRequest, rows: Rows, capacity: int) -> PagePool | None:
+    """Return the pages for these rows: at most those of the request or of all rows; None for a request without pages.
+
+    Raises:
+        GenerationError: the pages of a rank are too few for one row.
+    """
+    if not request.is_paged:
+        return None
+    size, ranks = min(request.page_size or PAGE_SIZE, capacity), rows.count // rows.held
+    most, least = rows.held * page_count(capacity, size), page_count(request.positions, size)
+    if request.cache_positions is None:
+        return PagePool(most, size)
+    count = page_count(-(-request.cache_positions // ranks), size)
+    if count < least:
+        longest = max(map(len, request.prompts))
+        raise GenerationError(
+            f"tokens with cache_positions={request.cache_positions}",
+            f"a prompt of {longest} tokens and {request.max_new_tokens} new ones: {least} pages of {size} positions",
+            f"each rank with rows of its own has {count} pages; number of these ranks: {ranks}",
+            f"pass cache_positions={least * size * ranks} or more",
+        )
+    return PagePool(min(count, most), size)

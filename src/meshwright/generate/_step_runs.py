@@ -22,7 +22,7 @@ from meshwright.tensor import fast_products, has_fast_products
 from ._decode_step import DecodeStep
 from ._errors import EagerStepWarning
 from ._paged_step import PagedStep
-from ._pages import PagePool, refuse_pages
+from ._pages import PagePool
 from ._request import GenerationRequest
 from ._rows import Rows
 
@@ -131,7 +131,7 @@ class StepRuns:
         Raises:
             GenerationError: the request is for pages, which only steps have.
         """
-        refuse_pages(request, why)
+        request.refuse_pages(why)
         if self._is_due(request.max_new_tokens - 1):
             self.stay_eager(why)
 
