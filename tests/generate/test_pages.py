@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ import meshwright as mw
 from meshwright.comm import DisagreementError
 from meshwright.generate import GenerationError
 from meshwright.generate._decode_step import local
-from meshwright.generate._page_operators import read_pages
 from meshwright.generate._paged_slots import PagedSlots
 from meshwright.generate._pages import PagePool, Pages, page_count
+from meshwright.generate._read_pages import read_pages
 from tests.generate.test_decode_step import (
     PLAN,
     PROMPTS,
@@ -139,7 +139,7 @@ def test_the_memory_is_that_of_the_pages_and_samples_take_less_than_slots() -> N
     def sizes(model: Any, **options: Any) -> list[int]:
         sampler = mw.sampler(model)
         sampler.generate([[5] * 60], 5, n=8, temperature=0, **options)
-        step = sampler._runs.known[-1].step
+        step: Any = sampler._runs.known[-1].step
         return [local(step.keys_0).numel(), local(step.values_0).numel()]
 
     heads = 2 * SIZES["hidden_size"] // SIZES["num_attention_heads"]
@@ -157,13 +157,13 @@ def test_a_page_of_several_rows_is_not_written_again() -> None:
 
     def look(slots: PagedSlots, tokens_r: Tensor, places: Any) -> Tensor | None:
         result = step(slots, tokens_r, places)
-        pages = slots.pages[0]
+        pages, memory = slots.pages[0], cast(Tensor, slots._step.keys_0)
         filled.extend(row.filled for row in pages.rows.values())
         shared = [page for page, rows in pages.holders.items() if rows > 1]
         for page in set(kept) - set(shared):
             del kept[page]
         for page in shared:
-            now = slots._step.keys_0[0, :, 2 * page : 2 * page + 2]
+            now = memory[0, :, 2 * page : 2 * page + 2]
             assert torch.equal(kept.setdefault(page, now.clone()), now)
         return result
 
@@ -251,8 +251,9 @@ def test_models_without_pages_are_refused(make: Callable[[], Any], why: str) -> 
 
 
 def test_pages_are_refused_where_steps_are() -> None:
+    sampler = mw.sampler(llama())
     with mw.same_numbers(), pytest.raises(GenerationError, match="same_numbers"):
-        mw.sampler(llama()).generate(PROMPTS, 2, page_size=2)
+        sampler.generate(PROMPTS, 2, page_size=2)
     with pytest.raises(GenerationError, match="keeps the last 4 positions only"):
         on_mesh("dp", lambda model: mw.sampler(model).generate(PROMPTS, NEW, cache_positions=64), mistral)
     with pytest.raises(DisagreementError, match="page_size is 2 on rank 0 and 3 on rank 1"):

@@ -25,7 +25,7 @@ class PagedSlots(Slots):
 
     def __post_init__(self) -> None:
         assert self.pool is not None
-        self.pages = [Pages(self.pool) for _ in range(self.rows.count // self.rows.held)]
+        self.pages = [Pages(self.pool) for _ in range(self.rows.ranks)]
 
     def reserve(self, slot: int, prompt: Prompt) -> bool:
         new_tokens = self.request.max_new_tokens
@@ -33,13 +33,13 @@ class PagedSlots(Slots):
 
     def release(self, slot: int) -> None:
         self._pages(slot).leave(slot)
-        if self._is_held(slot):
+        if self.rows.has(slot):
             self._step.clear(slot - self.rows.first)
 
     def step(self, tokens_r: Tensor, places: Sequence[int]) -> Tensor | None:
         for slot, place in enumerate(places):
             row = self._pages(slot).rows.get(slot)
-            if row is not None and self._pages(slot).grow(slot, place) and self._is_held(slot):
+            if row is not None and self._pages(slot).grow(slot, place) and self.rows.has(slot):
                 self._step.set_pages(slot - self.rows.first, row.pages[-1:], len(row.pages) - 1)
         return super().step(tokens_r, places)
 
@@ -61,6 +61,3 @@ class PagedSlots(Slots):
 
     def _pages(self, slot: int) -> Pages:
         return self.pages[slot // self.rows.held]
-
-    def _is_held(self, slot: int) -> bool:
-        return self.rows.first <= slot < self.rows.first + self.rows.held

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ._decode_step import Append, DecodeStep, RowCopy, local
-from ._page_operators import read_pages
 from ._pages import PagePool, page_count
+from ._read_pages import read_pages
 from ._rows import Rows
 
 
@@ -44,7 +44,7 @@ class PagedStep(DecodeStep):
         return self.table.shape[1] * self.page_size
 
     def append(self, places_r1: Tensor) -> Append:
-        ranks, size, table_rp = self.rows.count // self.rows.held, self.page_size, self.table
+        ranks, size, table_rp = self.rows.ranks, self.page_size, self.table
         pages_r1 = table_rp.gather(1, places_r1 // size)
         columns_b1q1 = (pages_r1 * size + places_r1 % size).view(ranks, 1, -1, 1)
 

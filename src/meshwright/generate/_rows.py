@@ -53,9 +53,18 @@ class Rows:
         return Rows(count, 0, count) if self.mesh is None else _rows(count, self.mesh, self.placements)
 
     @property
+    def ranks(self) -> int:
+        """Number of ranks with rows of their own, if all have equally many."""
+        return self.count // self.held
+
+    @property
     def of_ranks(self) -> Rows:
-        """The distribution of one row for each rank with rows of its own."""
-        return self.resized(self.count // self.held)
+        """The distribution of one row for each of these ranks."""
+        return self.resized(self.ranks)
+
+    def has(self, row: int) -> bool:
+        """True if this rank holds the row."""
+        return self.first <= row < self.first + self.held
 
     def zeros(self, like: Tensor, width: int) -> Tensor:
         """Return zeros [rows, width] with the dtype of a tensor, distributed as the rows are."""

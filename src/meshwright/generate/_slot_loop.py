@@ -90,7 +90,7 @@ class SlotLoop:
 
     def _choose(self, slots: Sequence[int], logits_rv: Tensor, are_all: bool = True) -> None:
         """Choose a token in each of these slots; the logits are those of all slots of this rank, or of these only."""
-        own = [slot for slot in slots if self._is_held(slot)]
+        own = [slot for slot in slots if self.rows.has(slot)]
         rows = [self._row(slot) for slot in own]
         steps = [self.lengths[slot] for slot in own]
         mine = None if are_all and len(own) == self.rows.held else self._held(own)
@@ -116,8 +116,7 @@ class SlotLoop:
     def _result(self) -> tuple[Tensor, Tensor]:
         """Return the tokens of all ranks: each row is zero on ranks that do not have it."""
         packed_n2t = torch.stack([self.tokens_nt.double(), self.log_probs_nt.double()], 1)
-        ranks = self.rows.resized(self.rows.count // self.rows.held)
-        tokens_nt, log_probs_nt = unshard_dtensor(ranks.joined(packed_n2t[None])).sum(0).unbind(1)
+        tokens_nt, log_probs_nt = unshard_dtensor(self.rows.of_ranks.joined(packed_n2t[None])).sum(0).unbind(1)
         return tokens_nt.long(), log_probs_nt.float()
 
     def _places(self) -> list[int]:
@@ -138,10 +137,7 @@ class SlotLoop:
         assert row is not None
         return row
 
-    def _is_held(self, slot: int) -> bool:
-        return self.rows.first <= slot < self.rows.first + self.rows.held
-
     def _held(self, slots: Sequence[int]) -> Tensor:
         """Return the numbers of those slots that are this rank's, among its own."""
-        own = [slot - self.rows.first for slot in slots if self._is_held(slot)]
+        own = [slot - self.rows.first for slot in slots if self.rows.has(slot)]
         return torch.tensor(own, dtype=torch.int64, device=self.slots.device)

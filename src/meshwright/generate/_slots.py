@@ -69,7 +69,7 @@ class Slots:
             return None
         logits_rv = calls.rows_after(all_logits_rv)
         held, first = self.rows.held, self.rows.first
-        mine = {slot - first: prompt for slot, prompt in prompts.items() if first <= slot < first + held}
+        mine = {slot - first: prompt for slot, prompt in prompts.items() if self.rows.has(slot)}
         sources = [of_ranks[first // held].index(prompt) for prompt in mine.values()]
         starts = [calls.ids_rs.shape[1] - len(prompt) for prompt in mine.values()]
         self._fill(run.step, calls, list(map(RowCopy, mine, sources, starts)))
@@ -101,7 +101,7 @@ class Slots:
 
     def _different(self, prompts: Mapping[int, Prompt]) -> list[list[Prompt]]:
         """Return the different prompts of the slots of each rank with rows of its own."""
-        found: list[dict[Prompt, None]] = [{} for _ in range(self.rows.count // self.rows.held)]
+        found: list[dict[Prompt, None]] = [{} for _ in range(self.rows.ranks)]
         for slot, prompt in prompts.items():
             found[slot // self.rows.held][prompt] = None
         return [list(each) for each in found]

@@ -63,7 +63,7 @@ def _pool(request: GenerationRequest, rows: Rows, capacity: int) -> PagePool | N
     """
     if not request.is_paged:
         return None
-    size, ranks = min(request.page_size or PAGE_SIZE, capacity), rows.count // rows.held
+    size, ranks = min(request.page_size or PAGE_SIZE, capacity), rows.ranks
     most, least = rows.held * page_count(capacity, size), page_count(request.positions, size)
     if request.cache_positions is None:
         return PagePool(most, size)
