@@ -24,7 +24,7 @@ from ._cache import KINDS, may_be_written
 from ._pages import PagePool
 from ._rows import Rows
 
-PARTS = ("keys", "values")
+_PARTS = ("keys", "values")
 Append = Callable[[Tensor, Tensor], Tensor]
 """`append(memory, new)` writes the keys of one position in each row, and returns those of all columns [r, h, s, d]."""
 
@@ -63,7 +63,7 @@ class DecodeStep(nn.Module):
         self.model, self.rows, self.count, self.capacity, self.pool = model, rows, len(layers), capacity, pool
         shape = (rows, capacity) if pool is None else (rows.of_ranks, pool.positions)
         for at, layer in enumerate(layers):
-            for name in PARTS:
+            for name in _PARTS:
                 self.register_buffer(f"{name}_{at}", _memory(getattr(layer, name), *shape), False)
         self.register_buffer("logits", rows.zeros(logits_rv, logits_rv.shape[1]), False)
 
@@ -100,13 +100,13 @@ class DecodeStep(nn.Module):
         """True if the memory has the sizes, dtypes and layouts of a cache for these rows."""
         if (rows, capacity, pool, len(layers)) != (self.rows, self.capacity, self.pool, self.count):
             return False
-        pairs = ((getattr(self, f"{name}_{at}"), getattr(x, name)) for at, x in enumerate(layers) for name in PARTS)
+        pairs = ((getattr(self, f"{name}_{at}"), getattr(x, name)) for at, x in enumerate(layers) for name in _PARTS)
         return all(_kind(memory) == _kind(held) for memory, held in pairs)
 
     def fill(self, layers: Sequence[Any], copies: Sequence[RowCopy]) -> None:
         """Copy rows of a cache into the memory."""
         for at, layer in enumerate(layers):
-            for name in PARTS:
+            for name in _PARTS:
                 memory, held = (local(x) for x in (getattr(self, f"{name}_{at}"), getattr(layer, name)))
                 for copy in copies:
                     self.write(memory, copy, held[copy.source, :, copy.start + copy.first :])
