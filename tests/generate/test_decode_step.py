@@ -77,18 +77,19 @@ def test_a_program_gives_the_tokens_of_one_device_in_all_calls(axes: str) -> Non
     assert (recorded, eager) == ([1], [0])
 
 
+@pytest.mark.parametrize("page_size", [None, 4])
 @pytest.mark.parametrize(
     ("axes", "wanted"), [("tp", {"AllReduce(tp)": 2 * LAYERS, "AllGather(tp, dim 1)": 1}), ("dp", {})]
 )
 def test_a_token_takes_two_reductions_for_each_layer_and_a_gather_of_its_logits(
-    axes: str, wanted: dict[str, int]
+    axes: str, wanted: dict[str, int], page_size: int | None
 ) -> None:
     def call(model: Any) -> list[Counter[str]]:
         sampler, found = mw.sampler(model, static_after=0), []
         with mw.trace_comm() as trace:
             for new in (2, 3, 5):
                 before = len(trace.calls)
-                sampler.generate(PROMPTS, new, temperature=0)
+                sampler.generate(PROMPTS, new, temperature=0, page_size=page_size)
                 found.append(Counter(call.step for call in trace.calls[before:] if call.axes))
         assert programs(sampler) == [1]
         return found
@@ -97,16 +98,17 @@ def test_a_token_takes_two_reductions_for_each_layer_and_a_gather_of_its_logits(
     assert {step: (many[step] - few[step]) / 2 for step in many if many[step] != few[step]} == wanted
 
 
-def test_a_program_writes_the_memory_in_place() -> None:
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_a_program_writes_the_memory_in_place(page_size: int | None) -> None:
     def addresses(run: Any) -> list[int]:
         return [x.to_local().data_ptr() for x in run.step.buffers(recurse=False)]
 
     def call(model: Any) -> tuple[bool, int]:
         sampler = mw.sampler(model, static_after=0)
-        sampler.generate(PROMPTS, NEW)
+        sampler.generate(PROMPTS, NEW, page_size=page_size)
         (run,) = sampler._runs.known
         before = addresses(run)
-        sampler.generate(PROMPTS, NEW)
+        sampler.generate(PROMPTS, NEW, page_size=page_size)
         return addresses(run) == before, str(run.program.program).count("= scatter_.src(") if run.program else 0
 
     assert on_mesh("tp", call) == (True, 2 * LAYERS)
