@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections import Counter
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.comm import DisagreementError
 from meshwright.generate import EagerStepWarning, GenerationError
+from meshwright.graph import canonical_text
 
 transformers = pytest.importorskip("transformers")
 
@@ -174,3 +176,18 @@ def test_a_number_of_steps_that_is_none_is_refused(bad: Any) -> None:
 def test_ranks_that_record_after_other_tokens_are_refused() -> None:
     with pytest.raises(DisagreementError, match="static_after is 0 on rank 0 and 1 on rank 1"):
         on_mesh("tp", lambda model: tokens(model, mw.get_rank()))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-dynamic"])
+def test_the_program_of_a_quantized_model_multiplies_with_codes(scheme: str) -> None:
+    def call(model: Any) -> tuple[list[int], set[str], Tensor]:
+        sampler = mw.sampler(mw.quantize(model, scheme), static_after=0)
+        found = sampler.generate(PROMPTS, NEW, seed=2).tokens
+        (run,) = sampler._runs.known
+        assert run.program is not None
+        return programs(sampler), set(re.findall(r"meshwright\.\w+_linear", canonical_text(run.program.program))), found
+
+    made, used, found = on_mesh("tp", call)
+    assert made
+    assert used == {"meshwright.integer_linear" if scheme == "int8-dynamic" else "meshwright.packed_linear"}
+    assert torch.equal(found, tokens(mw.quantize(llama(), scheme), None))

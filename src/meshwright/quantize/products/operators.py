@@ -99,7 +99,7 @@ def _shown_integers(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=torch.int32)
 
 
-def _packed_rule(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, kind: str) -> Rule:
+def _packed_rule(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, kind: str) -> str:
     """Return the rule: rows of the weight are sharded, or its columns between words and between groups."""
     length, words = x.shape[-1], codes.shape[1]
     groups = scale.shape[1] if scale.dim() == 2 else 1
@@ -110,7 +110,8 @@ def _packed_rule(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, b
     )
     rows = f"n {g}" if groups > 1 else "n 1"
     scales = "1" if scale.dim() == 1 else rows
-    return Rule(f"... {k}, n {w}, {scales}{'' if zero is None else f', {scales}'} -> ... n", over="sum")
+    zeros = "" if zero is None else f", {scales}"
+    return f"... {k} | n {w}, {scales}{zeros} -> ... n"
 
 
 def _register() -> None:
