@@ -28,6 +28,7 @@ struct Codes {
   int64_t scale_stride, groups;
   const float* table;  // the 16 numbers of codes of 4 bits, or none
   int64_t whole;       // elements of a row before which 8 bytes can be read
+  float middle;        // the code of the number 0, without a zero point
 };
 
 template <class T>
@@ -111,56 +112,45 @@ struct Rows {
   int64_t stride, length;  // elements from one row to the next, and elements of a row
 };
 
-// space [count, length] = the numbers of these rows of the matrix without their scales
+// space [count, length] = the codes of these rows of the matrix as numbers
 template <class Decode>
 void decode_rows(int64_t count, int64_t length, const Codes& w, int64_t row, float* space, int64_t stride) {
   const Decode decode;
-  const int64_t group = length / w.groups;
   for (int64_t n = 0; n < count; ++n, ++row) {
     for (int64_t at = 0; at < length; at += RUN) {
       uint8_t codes[READ] = {};
       const int64_t first = at / RUN * Decode::BYTES;
       const uint8_t* from = w.data + row * w.row_bytes + first;
       if (at >= w.whole) from = (const uint8_t*)std::memcpy(codes, from, std::min(Decode::BYTES, w.row_bytes - first));
-      __m256 numbers = decode(from, w);
-      if constexpr (Decode::MIDDLE != 0) {
-        const float zero = w.zeros ? w.zeros[row * w.scale_stride + at / group] : 0;
-        numbers = _mm256_sub_ps(numbers, _mm256_set1_ps(Decode::MIDDLE + zero));
-      }
-      float* to = space + n * stride + at;
-      if (at + RUN <= length) _mm256_storeu_ps(to, numbers);
-      else for (int64_t i = 0; at + i < length; ++i) to[i] = numbers[i];
+      _mm256_storeu_ps(space + n * stride + at, decode(from, w));  // up to PAD elements beyond the end of the row
     }
   }
 }
 
-// out[m][n] = x[m] . w[n], for M rows of x and N rows of w
+// out[m][n] = x[m] . w[n], for M rows of x and N rows of w. Zero points are subtracted from the sum of a group.
 template <class Decode, int M, int N>
 void dots(Rows x, const Codes& w, int64_t row, float* out, int64_t out_stride) {
   const Decode decode;
   const int64_t group = x.length / w.groups;
-  __m256 sums[N][M] = {}, zeros[N];
-  for (int n = 0; n < N; ++n) zeros[n] = _mm256_set1_ps(Decode::MIDDLE);
+  const bool has_zeros = w.middle != 0 || w.zeros;
+  __m256 sums[N][M] = {};
   for (int64_t g = 0; g < w.groups; ++g) {
-    __m256 parts[N][M] = {};
-    if (w.zeros)
-      for (int n = 0; n < N; ++n) zeros[n] = _mm256_set1_ps(Decode::MIDDLE + w.zeros[(row + n) * w.scale_stride + g]);
+    __m256 parts[N][M] = {}, inputs[M] = {};
     const auto add = [&](auto&& codes, auto&& elements) {
       __m256 columns[N];
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) {
-        columns[n] = decode(codes(n), w);
-        if constexpr (Decode::MIDDLE != 0) columns[n] = _mm256_sub_ps(columns[n], zeros[n]);
-      }
+      for (int n = 0; n < N; ++n) columns[n] = decode(codes(n), w);
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) {
         const __m256 run = _mm256_loadu_ps(elements(m));
+        inputs[m] = _mm256_add_ps(inputs[m], run);
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) parts[n][m] = _mm256_fmadd_ps(run, columns[n], parts[n][m]);
       }
     };
     int64_t at = g * group;
     const int64_t end = at + group, whole = std::min(end - group % RUN, w.whole);
+#pragma GCC unroll 2
     for (; at < whole; at += RUN) {
       const uint8_t* first = w.data + row * w.row_bytes + at / RUN * Decode::BYTES;
       add([&](int n) { return first + n * w.row_bytes; }, [&](int m) { return x.data + m * x.stride + at; });
@@ -179,7 +169,13 @@ void dots(Rows x, const Codes& w, int64_t row, float* out, int64_t out_stride) {
     }
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
-      const __m256 scale = _mm256_set1_ps(w.scales[(row + n) * w.scale_stride + g]);
+      const int64_t place = (row + n) * w.scale_stride + g;
+      const __m256 scale = _mm256_set1_ps(w.scales[place]);
+      if (has_zeros) {
+        const __m256 zero = _mm256_set1_ps(w.middle + (w.zeros ? w.zeros[place] : 0));
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) parts[n][m] = _mm256_fnmadd_ps(inputs[m], zero, parts[n][m]);
+      }
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) sums[n][m] = _mm256_fmadd_ps(parts[n][m], scale, sums[n][m]);
     }
@@ -207,7 +203,7 @@ void dots_of_matrix_rows(int64_t m, Rows x, const Codes& w, int64_t row, float* 
   decoded.data = (const uint8_t*)space;
   decoded.row_bytes = 4 * stride;
   decoded.scales += row * w.scale_stride;
-  decoded.zeros = nullptr;
+  if (w.zeros) decoded.zeros += row * w.scale_stride;
   decoded.whole = x.length;
   dots_of_rows<Decoded, N>(m, x, decoded, 0, out + row, out_stride);
 }
@@ -224,6 +220,7 @@ void products_by(int64_t m, Rows x, const Codes& w, int64_t first, int64_t last,
 // The sums of all rows at once fit into the registers
 template <class Decode>
 void products(int64_t m, Rows x, Codes w, int64_t first, int64_t last, float* out, int64_t n) {
+  w.middle = Decode::MIDDLE;
   w.whole = w.row_bytes < READ ? 0 : ((w.row_bytes - READ) / Decode::BYTES + 1) * RUN;
   if (m <= 2) return products_by<Decode, 4>(m, x, w, first, last, out, n);
   if (m <= ROWS) return products_by<Decode, 2>(m, x, w, first, last, out, n);
@@ -237,7 +234,7 @@ extern "C" void packed_products(
     int64_t form, int64_t m, int64_t n, int64_t k, int64_t x_stride, int64_t row_bytes, int64_t scale_stride, int64_t groups,
     int64_t first, int64_t last) {
   const Rows rows{x, x_stride, k};
-  const Codes w{codes, row_bytes, scales, zeros, scale_stride, groups, table, 0};
+  const Codes w{codes, row_bytes, scales, zeros, scale_stride, groups, table, 0, 0};
   switch (form) {
     case 2: return products<Integers<2>>(m, rows, w, first, last, out, n);
     case 3: return products<Integers<3>>(m, rows, w, first, last, out, n);
