@@ -122,12 +122,12 @@ def refuse_quantized(model: nn.Module) -> None:
 def no_layer(model: nn.Module, targets: tuple[str, ...], ignore: tuple[str, ...]) -> QuantizeError:
     """Return the error for patterns that leave no linear layer."""
     asked = f"quantize the layers {list(targets)} without {list(ignore)}"
-    transposed = sum(type(module).__name__ == "Conv1D" for module in model.modules())
+    transposed = [m for m in model.modules() if type(m).__name__ == "Conv1D" and not isinstance(m, nn.Linear)]
     if transposed:
         return QuantizeError(
             asked,
-            f"a {type(model).__name__} with {transposed} layers of the class Conv1D",
-            "only nn.Linear is quantized; Conv1D of transformers stores the transposed weight",
+            f"a {type(model).__name__} with {len(transposed)} layers of the class Conv1D",
+            "they are no nn.Linear: mw.quantize knows those of transformers, and layers that train with few bits none",
             "replace each of them with an nn.Linear that has the transposed weight, and call again",
         )
     names = list(linear_layers(model))

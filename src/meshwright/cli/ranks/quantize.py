@@ -58,7 +58,7 @@ class Outcome:
 def quantize_on_rank(job: Job, ranks: int, progress: Callable[[str], None]) -> Outcome:
     """Quantize and save the model on this rank of several.
 
-    The rows of each layer that is quantized are sharded, so each rank computes its share of the products.
+    The first dim of each weight that is quantized is sharded, so each rank computes its share of the products.
     """
     model = build_model(job.model).eval()
     if ranks > 1:

@@ -1,12 +1,14 @@
 """The form of compressed-tensors: schemes as the `quantization_config` of config.json, and the tensors of a layer.
 
-Layers hold their tensors in this form, so they are read as they are.
+Layers hold their tensors in this form, so they are read as they are. Other libraries do not quantize layers of the
+class Conv1D, and would fill them with random numbers. So a checkpoint with such layers has no `quant_method`, which
+transformers refuses, and its `format` is `OWN`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +23,12 @@ from .._patterns import matches
 from .._quantized_linear import QuantizedLinear
 from .._scheme import NumberFormat, Scheme, Strategy
 from .._stored_weight import GROUP_OF, SCALE, Stored, stored_dtypes, stored_form, stored_layouts, stored_shapes
+from ..conversion import Conv1D, QuantizedConv1D, is_conv1d
 from .file_tensor import FileTensor, check_groups, float_dtype, refused
 
 METHOD = "compressed-tensors"
+OWN = "meshwright"
+"""The `format` of a checkpoint that only this package reads."""
 GROUP_ORDER = ("group", "dynamic")
 """The values of `actorder` with which groups are not neighbours, so that the files have the group of each column."""
 _STRATEGIES = ("tensor", "channel", "group", "tensor_group", "token")
@@ -44,15 +49,21 @@ def config_of(model: nn.Module) -> dict[str, Any]:
             "call mw.quantize(model, ...) first, or mw.save_state_dict(model.state_dict(), path)",
         )
     groups = _names_by_numbers(layers)
-    forms = {stored_form(scheme) for scheme, _ in groups}
     return {
-        "quant_method": METHOD,
-        "format": forms.pop() if len(forms) == 1 else "mixed-precision",
+        **_form_json(layers, groups),
         "quantization_status": "compressed",
         "config_groups": _groups_json(groups),
-        "ignore": [name for name, module in model.named_modules() if is_linear(module)],
+        "ignore": [name for name, module in model.named_modules() if is_linear(module) or is_conv1d(module)],
         "kv_cache_scheme": None,
     }
+
+
+def _form_json(layers: Mapping[str, QuantizedLinear], schemes: Iterable[Numbers]) -> dict[str, Any]:
+    """Return the part of the configuration that names the form."""
+    if any(isinstance(layer, QuantizedConv1D) for layer in layers.values()):
+        return {"format": OWN}
+    forms = {stored_form(scheme) for scheme, _ in schemes}
+    return {"quant_method": METHOD, "format": forms.pop() if len(forms) == 1 else "mixed-precision"}
 
 
 Numbers = tuple[Scheme, str | None]
@@ -119,10 +130,11 @@ def _numbers_json(numbers: NumberFormat) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensorsForm:
-    """The schemes of a checkpoint, and the layers that it leaves out."""
+    """The schemes of a checkpoint, the layers that it leaves out, and whether it has the form `OWN`."""
 
     schemes: tuple[Scheme, ...]
     ignore: tuple[str, ...]
+    is_own: bool = False
 
     @classmethod
     def read(cls, told: Mapping[str, Any], where: str) -> CompressedTensorsForm:
@@ -135,11 +147,12 @@ class CompressedTensorsForm:
         if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
             raise refused(where, f"config_groups {groups!r}", "each group of layers must be described by an object")
         schemes = tuple(_read_group(group, where) for group in groups.values())
-        return cls(schemes, _read_patterns(told.get("ignore"), where))
+        return cls(schemes, _read_patterns(told.get("ignore"), where), told.get("format") == OWN)
 
     def layers_of(self, model: nn.Module, catalogue: Catalogue) -> Iterator[tuple[str, nn.Linear, Scheme]]:
         for name, module in model.named_modules():
-            if not is_linear(module) or matches(name, module, self.ignore):
+            is_foreign = isinstance(module, Conv1D) and not self.is_own
+            if not is_linear(module) or is_foreign or matches(name, module, self.ignore):
                 continue
             scheme = next((s for s in self.schemes if matches(name, module, s.targets)), None)
             if scheme is not None:

@@ -21,19 +21,21 @@ from .._layers import convert_layers
 from .._quantized_linear import QuantizedLinear
 from .._scheme import Scheme
 from .._stored_weight import placed_like
+from ..conversion import conv1d_as_linear
 from .awq_form import AwqForm
 from .bitsandbytes_form import BitsandbytesForm
-from .compressed_tensors_form import CompressedTensorsForm
+from .compressed_tensors_form import METHOD, OWN, CompressedTensorsForm
 from .file_tensor import CONFIG, Form, held, refused
 from .gptq_form import GptqForm
 
 FORMS: dict[str, Callable[[Mapping[str, Any], str], Form]] = {
-    "compressed-tensors": CompressedTensorsForm.read,
+    OWN: CompressedTensorsForm.read,
+    METHOD: CompressedTensorsForm.read,
     "gptq": GptqForm.read,
     "awq": AwqForm.read,
     "bitsandbytes": BitsandbytesForm.read,
 }
-"""The `quant_method` of a configuration → the form that it describes."""
+"""The `quant_method` of a configuration, or its `format` if it has none → the form that it describes."""
 Layers = dict[str, tuple[nn.Linear, Scheme, dict[str, Tensor]]]
 """Name → the layer, its scheme, and its tensors in the files."""
 
@@ -42,10 +44,10 @@ Layers = dict[str, tuple[nn.Linear, Scheme, dict[str, Tensor]]]
 def load_quantized(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Fill a model with a quantized checkpoint, and return the model.
 
-    The checkpoint has the form of compressed-tensors, GPTQ, AWQ (gemm) or bitsandbytes (nf4). `model` is the model
-    before its quantization, plain or distributed; its weights may be on the meta device if the checkpoint has them
-    quantized. Every rank makes the call, and reads the slices that it holds. Quantized layers are those that the
-    config.json names, or those for which the files have codes.
+    The checkpoint has the form of `mw.save_quantized`, compressed-tensors, GPTQ, AWQ (gemm) or bitsandbytes (nf4).
+    `model` is the model before its quantization, plain or distributed; its weights may be on the meta device if the
+    checkpoint has them quantized. Every rank makes the call, and reads the slices that it holds. Quantized layers are
+    those that the config.json names, or those for which the files have codes.
 
     Raises:
         QuantizeError: the folder has no such checkpoint, or one with numbers that this package does not have; nothing
@@ -56,7 +58,14 @@ def load_quantized(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     _refuse_quantized(model, folder)
     form = _form_in(_read(folder / CONFIG), str(folder))
     catalogue = open_together(folder)
-    layers = dict(_layers_in(model, form, catalogue))
+    with conv1d_as_linear(model):
+        layers = dict(_layers_in(model, form, catalogue))
+    with conv1d_as_linear(model, layers):
+        return _loaded(model, form, catalogue, layers)
+
+
+def _loaded(model: nn.Module, form: Form, catalogue: Catalogue, layers: Layers) -> nn.Module:
+    """Read the tensors of a model, and convert its layers."""
     scratch = {f"{name}.{key}": held(x) for name, (_, _, files) in layers.items() for key, x in files.items()}
     inside = tuple(f"{name}." for name in layers)
     load(
@@ -87,7 +96,7 @@ def _form_in(config: JsonValue, where: str) -> Form:
     told = config.get("quantization_config") if isinstance(config, Mapping) else None
     if not isinstance(told, Mapping):
         raise refused(where, "no quantization_config", "config.json does not describe quantized layers")
-    method = told.get("quant_method")
+    method = told.get("quant_method", told.get("format"))
     if not isinstance(method, str) or method not in FORMS:
         raise refused(where, f"quant_method {method!r}", "this form is unknown")
     return FORMS[method](told, where)

@@ -8,9 +8,10 @@ from math import prod
 
 from torch import Tensor, nn
 
-from ._layers import check_module, computes_as_linear, is_linear, is_target, select_layers, shared_weights
-from ._scheme import Scheme, scheme_of
-from ._stored_weight import stored_dtypes, stored_shapes
+from .._layers import check_module, computes_as_linear, is_linear, is_target, select_layers, shared_weights
+from .._scheme import Scheme, scheme_of
+from .._stored_weight import stored_dtypes, stored_shapes
+from .conv1d import conv1d_as_linear, is_conv1d
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +53,17 @@ def outline(model: nn.Module, scheme: Scheme | str = "int8") -> Outline:
     """
     chosen = scheme_of(scheme)
     check_module(model)
-    layers = select_layers(model, chosen)
-    quantized = {id(layer.weight) for layer in layers.values()}
-    shared = shared_weights(model)
-    left_out = {
-        name: _reason(name, module, chosen, shared)
-        for name, module in model.named_modules()
-        if is_linear(module) and name not in layers
-    } | dict.fromkeys(_stacks(model), "a tensor with the weights of several layers")
-    sizes = {name: (_nbytes(layer.weight), stored_bytes(layer, chosen)) for name, layer in layers.items()}
-    return Outline(sizes, left_out, sum(_nbytes(x) for x in _tensors(model) if id(x) not in quantized))
+    with conv1d_as_linear(model):
+        layers = select_layers(model, chosen)
+        quantized = {id(layer.weight) for layer in layers.values()}
+        shared = shared_weights(model)
+        left_out = {
+            name: _reason(name, module, chosen, shared)
+            for name, module in model.named_modules()
+            if (is_linear(module) or is_conv1d(module)) and name not in layers
+        } | dict.fromkeys(_stacks(model), "a tensor with the weights of several layers")
+        sizes = {name: (_nbytes(layer.weight), stored_bytes(layer, chosen)) for name, layer in layers.items()}
+        return Outline(sizes, left_out, sum(_nbytes(x) for x in _tensors(model) if id(x) not in quantized))
 
 
 def _stacks(model: nn.Module) -> Iterable[str]:
@@ -72,10 +74,10 @@ def _stacks(model: nn.Module) -> Iterable[str]:
             yield from (key for key, x in own if x.dim() == 3 and min(x.shape) > 1)
 
 
-def _reason(name: str, layer: nn.Linear, scheme: Scheme, shared: set[int]) -> str:
-    if is_target(name, layer, scheme) and id(layer.weight) in shared:
+def _reason(name: str, layer: nn.Module, scheme: Scheme, shared: set[int]) -> str:
+    if is_conv1d(layer) or (is_target(name, layer, scheme) and id(layer.weight) in shared):
         return "another module uses its weight"
-    if not computes_as_linear(layer):
+    if isinstance(layer, nn.Linear) and not computes_as_linear(layer):
         return "its class has a forward of its own"
     return "the scheme leaves it out"
 

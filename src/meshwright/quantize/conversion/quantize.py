@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from meshwright.layout import TorchValue
 from meshwright.tensor import DistTensor, distribute_as
 
-from ._calibration import Calibration
-from ._errors import CalibrationError
-from ._layers import Layers, check_module, convert_layers, layers_of
-from ._quantized_linear import QuantizedLinear
-from ._rounding import scales_of, to_codes
-from ._scheme import Scheme, scheme_of
-from ._stored_weight import placed_like, store
+from .._calibration import Calibration
+from .._errors import CalibrationError
+from .._layers import Layers, check_module, convert_layers, layers_of
+from .._quantized_linear import QuantizedLinear
+from .._rounding import scales_of, to_codes
+from .._scheme import Scheme, scheme_of
+from .._stored_weight import placed_like, store
+from .conv1d import conv1d_as_linear
 
 
 @torch.no_grad()
@@ -54,15 +55,20 @@ def quantize(
     """
     chosen = scheme_of(scheme)
     check_module(model)
-    layers = layers_of(model, chosen)
-    if not chosen.is_calibrated:
-        _refuse_folder(chosen, resume)
-        return convert_layers(model, _nearest_layers(layers, chosen, progress or (lambda text: None)))
-    if calibration is None:
-        raise _no_calibration(chosen)
-    done = Calibration(model, layers, chosen, progress, resume)
-    new = done.run(calibration)
-    for name, whole in done.parameters.items():
+    with conv1d_as_linear(model):
+        layers = layers_of(model, chosen)
+        if not chosen.is_calibrated:
+            _refuse_folder(chosen, resume)
+            return convert_layers(model, _nearest_layers(layers, chosen, progress or (lambda text: None)))
+        if calibration is None:
+            raise _no_calibration(chosen)
+        return _calibrated(model, Calibration(model, layers, chosen, progress, resume), calibration)
+
+
+def _calibrated(model: nn.Module, work: Calibration, calibration: Iterable[TorchValue]) -> nn.Module:
+    """Calibrate a model, and convert its layers and the parameters that smoothing changed."""
+    new = work.run(calibration)
+    for name, whole in work.parameters.items():
         parameter = model.get_parameter(name)
         is_distributed = isinstance(parameter, DistTensor)
         parameter.copy_(distribute_as(whole, parameter.mesh, parameter.spec.layout) if is_distributed else whole)
@@ -99,7 +105,7 @@ def _no_calibration(scheme: Scheme) -> CalibrationError:
 
 def nearest_layer(layer: nn.Linear, scheme: Scheme) -> QuantizedLinear:
     """Return the quantized layer with the weight rounded to the nearest numbers."""
-    weight = layer.weight.detach()
+    weight = layer.weight.detach().contiguous()
     scale, zero = scales_of(weight, scheme.weights)
     stored = store(to_codes(weight, scale, zero, scheme.weights), scale, zero, scheme)
     placed = placed_like(weight, stored)
