@@ -6,6 +6,7 @@ _rounding           scales, codes and values: plain torch, equal on one device a
 _packing            codes of few bits in int32 words
 _stored_weight      the tensors that hold a quantized weight, their shapes and layouts
 _quantized_linear   QuantizedLinear: the layer
+_quantized_experts  QuantizedExperts: experts in one parameter, which computes its numbers when it is read
 _layers             the layers that a scheme quantizes, and their conversion
 _batches            calibration batches as calls of a model
 _one_device         run a distributed model's code with whole weights and plain tensors
@@ -24,6 +25,7 @@ training            layers that train with rounded numbers, and with products of
 """
 
 from ._errors import CalibrationError, QuantizeError
+from ._quantized_experts import QuantizedExperts
 from ._quantized_linear import QuantizedLinear
 from ._scheme import PRESETS, NumberFormat, Scheme
 from .checkpoints.load import load_quantized
@@ -39,6 +41,7 @@ __all__ = [
     "NumberFormat",
     "Outline",
     "QuantizeError",
+    "QuantizedExperts",
     "QuantizedLinear",
     "Scheme",
     "convert_to_float8_training",

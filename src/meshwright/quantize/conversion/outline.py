@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor, nn
 
-from .._layers import check_module, computes_as_linear, is_linear, is_target, select_layers, shared_weights
+from .._layers import check_module, computes_as_linear, is_linear, is_target, shared_weights
 from .._scheme import Scheme, scheme_of
 from .._stored_weight import stored_dtypes, stored_shapes
 from .conv1d import conv1d_as_linear, is_conv1d
+from .experts import Experts, numbers_of
+from .selection import select
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
     """The layers that a scheme quantizes, and the bytes of a model before and after.
 
-    `layers` has the bytes of the weight of each quantized layer, before and after. `left_out` has the reason for each
-    linear layer that stays, and for each tensor that holds the weights of several experts. `others` counts the bytes of
-    all tensors that stay.
+    `layers` has the bytes of the weight of each quantized layer, before and after, and those of quantized experts by
+    the name of their parameter. `left_out` has the reason for each linear layer that stays, and for each other tensor
+    with several matrices. `others` counts the bytes of all tensors that stay.
     """
 
     layers: dict[str, tuple[int, int]]
@@ -54,24 +57,17 @@ def outline(model: nn.Module, scheme: Scheme | str = "int8") -> Outline:
     chosen = scheme_of(scheme)
     check_module(model)
     with conv1d_as_linear(model):
-        layers = select_layers(model, chosen)
-        quantized = {id(layer.weight) for layer in layers.values()}
+        selection = select(model, chosen)
         shared = shared_weights(model)
         left_out = {
             name: _reason(name, module, chosen, shared)
             for name, module in model.named_modules()
-            if (is_linear(module) or is_conv1d(module)) and name not in layers
-        } | dict.fromkeys(_stacks(model), "a tensor with the weights of several layers")
-        sizes = {name: (_nbytes(layer.weight), stored_bytes(layer, chosen)) for name, layer in layers.items()}
-        return Outline(sizes, left_out, sum(_nbytes(x) for x in _tensors(model) if id(x) not in quantized))
-
-
-def _stacks(model: nn.Module) -> Iterable[str]:
-    """Return the names of parameters that hold a matrix for each expert."""
-    for name, module in model.named_modules():
-        if not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)):
-            own = module.named_parameters(name, recurse=False)
-            yield from (key for key, x in own if x.dim() == 3 and min(x.shape) > 1)
+            if (is_linear(module) or is_conv1d(module)) and name not in selection.layers
+        }
+        sizes = {name: _sizes_of_layer(layer, chosen) for name, layer in selection.layers.items()}
+        sizes |= {name: _sizes_of_experts(experts, chosen) for name, experts in selection.experts.items()}
+        others = sum(map(_nbytes, _tensors(model))) - sum(before for before, _ in sizes.values())
+        return Outline(sizes, left_out | selection.exact_experts, others)
 
 
 def _reason(name: str, layer: nn.Module, scheme: Scheme, shared: set[int]) -> str:
@@ -82,10 +78,20 @@ def _reason(name: str, layer: nn.Module, scheme: Scheme, shared: set[int]) -> st
     return "the scheme leaves it out"
 
 
-def stored_bytes(layer: nn.Linear, scheme: Scheme) -> int:
-    """Return the bytes of the tensors that hold the quantized weight of a layer."""
-    dtypes = stored_dtypes(scheme, layer.weight.dtype)
+def _sizes_of_layer(layer: nn.Linear, scheme: Scheme) -> tuple[int, int]:
+    """Return the bytes of the weight of a layer, and of the tensors that hold it quantized."""
     shapes = stored_shapes(layer.out_features, layer.in_features, scheme)
+    return _nbytes(layer.weight), _stored_bytes(shapes, scheme, layer.weight.dtype)
+
+
+def _sizes_of_experts(experts: Experts, scheme: Scheme) -> tuple[int, int]:
+    """Return the bytes of experts, and of the tensors that hold them quantized."""
+    told = experts.told(numbers_of(scheme))
+    return _nbytes(experts.parameter), _stored_bytes(told.stored_shapes(), told.scheme, told.dtype)
+
+
+def _stored_bytes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, dtype: torch.dtype) -> int:
+    dtypes = stored_dtypes(scheme, dtype)
     return sum(prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
 
 
