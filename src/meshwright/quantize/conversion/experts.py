@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .._patterns import TARGETS, matches
 from .._quantized_experts import StoredExperts, store_experts
@@ -67,7 +68,7 @@ def experts_in(model: nn.Module) -> Iterator[Experts]:
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)):
             for key, x in module._parameters.items():
-                if x is not None and x.dim() == 3 and min(x.shape) > 1:
+                if x is not None and not is_lazy(x) and x.dim() == 3 and min(x.shape) > 1:
                     yield Experts(name, key, module)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -30,14 +31,24 @@ def select(model: nn.Module, scheme: Scheme) -> Selection:
     every = {each.name: each for each in experts_in(model)}
     shared = shared_weights(model)
     reasons = {name: why_exact(each, scheme, shared) for name, each in every.items()}
-    owners = {each.owner: each.module for each in every.values()}
-    layers = select_layers(model, scheme, owners | {name: each.module for name, each in every.items()})
+    layers = select_layers(model, scheme, _modules_by_pattern(every))
     experts = {name: each for name, each in every.items() if reasons[name] is None}
     if not layers and (scheme.is_calibrated or not experts):
         raise no_layer(model, scheme.targets, scheme.ignore)
-    rows = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
-    check_groups(rows | {name: each.rows_and_columns for name, each in experts.items()}, scheme)
+    check_groups(_shapes(layers, experts), scheme)
     return Selection(layers, experts, {name: reason for name, reason in reasons.items() if reason is not None})
+
+
+def _modules_by_pattern(experts: Mapping[str, Experts]) -> dict[str, nn.Module]:
+    """Return the modules of experts, by the names of the modules and of the parameters."""
+    owners = {each.owner: each.module for each in experts.values()}
+    return owners | {name: each.module for name, each in experts.items()}
+
+
+def _shapes(layers: Layers, experts: Mapping[str, Experts]) -> dict[str, tuple[int, int]]:
+    """Return the number of rows and columns of each layer, and of one expert."""
+    found = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+    return found | {name: each.rows_and_columns for name, each in experts.items()}
 
 
 def check_selection(selection: Selection, scheme: Scheme) -> None:
