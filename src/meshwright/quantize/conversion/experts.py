@@ -78,12 +78,14 @@ def why_exact(experts: Experts, scheme: Scheme, shared: set[int]) -> str | None:
         return "another module uses it"
     if experts.is_in(scheme.ignore):
         return "the scheme leaves it out"
+    if experts.name in scheme.targets:
+        return None
+    if not any(WORD in name.lower() for name in (experts.owner, type(experts.module).__name__)):
+        return "a tensor with several matrices, which may be no experts; it is quantized if a target is its name"
     if experts.is_in(scheme.targets):
         return None
     if not set(TARGETS) & set(scheme.targets):
         return "the scheme leaves it out"
-    if not any(WORD in name.lower() for name in (experts.owner, type(experts.module).__name__)):
-        return "a tensor with several matrices, which may be no experts; it is quantized if a target names it"
     if scheme.is_calibrated:
         return "experts are not calibrated; they are rounded to the nearest numbers if a target names them"
     return None
