@@ -185,7 +185,7 @@ def schemes() -> dict[str, Any]:
         "int3": Scheme(int3),
         "nf4": Scheme.preset("nf4", group_size=GROUP),
         "fp8-dynamic": Scheme.preset("fp8-dynamic"),
-        "mxfp4": Scheme.preset("mxfp4", ignore=("re:.*down", "re:.*outer")),
+        "mxfp4": Scheme.preset("mxfp4", ignore=("re:.*(down|outer|norms)",)),  # each family has one of these names
         "nvfp4": Scheme.preset("nvfp4"),
         "gptq": Scheme(int4, method="gptq"),
         "gptq, act_order": Scheme(int4, method="gptq", act_order=True),
