@@ -46,6 +46,7 @@ EXEMPT = {
     "search.scheduling.cp_sat": "the answer of the solver's own process",
     "search.scheduling.cp_sat_worker": "the question of the parent process",
     "tensor": "tensors in memory",
+    "quantize.products.most_rows": "a table of the user, in a folder that nobody else can write to",
     "tensor.execution.native_kernel": "the source of the kernel, and flags of the processor in /proc",
     "engine.training.random_states:_bytes": "bytes in memory",
     "engine.training.random_states:_set": "called after check_random",

@@ -11,10 +11,12 @@ import torch
 
 import meshwright as mw
 from meshwright.cli import main
-from meshwright.cli.commands import profile
+from meshwright.cli.commands import profile, profile_products
 from meshwright.cli.ranks import measure
 from meshwright.comm import current_communicator
 from meshwright.cost import cluster
+from meshwright.quantize.products import ANY, MostRows, built_in_rows
+from meshwright.quantize.products.most_rows import most_rows
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -76,3 +78,24 @@ def test_a_dry_run_measures_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "10 measurements, about" in out
     assert main(["profile", "--ranks", "4"]) == 1
     assert "meshwright doctor" in capsys.readouterr().err
+
+
+def test_the_table_of_products_is_measured_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(profile_products, "measure_rows", lambda: MostRows(3, ANY, 0))
+    most_rows.cache_clear()
+    assert main(["profile", "--products", "--dry-run"]) == 0
+    assert most_rows() == built_in_rows()
+    assert main(["profile", "--products"]) == 0
+    assert "half precision any" in capsys.readouterr().out
+    assert most_rows() == MostRows(3, ANY, 0)
+    assert main(["profile", "--products", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["most_rows"] == {"codes": 3, "half": "any", "integers": 0}
+    Path(told["kept_in"]).write_text('{"codes": "many"}')
+    most_rows.cache_clear()
+    assert most_rows() == built_in_rows()
+    most_rows.cache_clear()
+    assert main(["profile", "--products", "--ranks", "2"]) == 2

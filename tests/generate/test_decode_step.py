@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections import Counter
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.comm import DisagreementError
 from meshwright.generate import EagerStepWarning, GenerationError
+from meshwright.graph import canonical_text
 
 transformers = pytest.importorskip("transformers")
 
@@ -77,18 +79,19 @@ def test_a_program_gives_the_tokens_of_one_device_in_all_calls(axes: str) -> Non
     assert (recorded, eager) == ([1], [0])
 
 
+@pytest.mark.parametrize("page_size", [None, 4])
 @pytest.mark.parametrize(
     ("axes", "wanted"), [("tp", {"AllReduce(tp)": 2 * LAYERS, "AllGather(tp, dim 1)": 1}), ("dp", {})]
 )
 def test_a_token_takes_two_reductions_for_each_layer_and_a_gather_of_its_logits(
-    axes: str, wanted: dict[str, int]
+    axes: str, wanted: dict[str, int], page_size: int | None
 ) -> None:
     def call(model: Any) -> list[Counter[str]]:
         sampler, found = mw.sampler(model, static_after=0), []
         with mw.trace_comm() as trace:
             for new in (2, 3, 5):
                 before = len(trace.calls)
-                sampler.generate(PROMPTS, new, temperature=0)
+                sampler.generate(PROMPTS, new, temperature=0, page_size=page_size)
                 found.append(Counter(call.step for call in trace.calls[before:] if call.axes))
         assert programs(sampler) == [1]
         return found
@@ -97,16 +100,17 @@ def test_a_token_takes_two_reductions_for_each_layer_and_a_gather_of_its_logits(
     assert {step: (many[step] - few[step]) / 2 for step in many if many[step] != few[step]} == wanted
 
 
-def test_a_program_writes_the_memory_in_place() -> None:
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_a_program_writes_the_memory_in_place(page_size: int | None) -> None:
     def addresses(run: Any) -> list[int]:
         return [x.to_local().data_ptr() for x in run.step.buffers(recurse=False)]
 
     def call(model: Any) -> tuple[bool, int]:
         sampler = mw.sampler(model, static_after=0)
-        sampler.generate(PROMPTS, NEW)
+        sampler.generate(PROMPTS, NEW, page_size=page_size)
         (run,) = sampler._runs.known
         before = addresses(run)
-        sampler.generate(PROMPTS, NEW)
+        sampler.generate(PROMPTS, NEW, page_size=page_size)
         return addresses(run) == before, str(run.program.program).count("= scatter_.src(") if run.program else 0
 
     assert on_mesh("tp", call) == (True, 2 * LAYERS)
@@ -172,3 +176,18 @@ def test_a_number_of_steps_that_is_none_is_refused(bad: Any) -> None:
 def test_ranks_that_record_after_other_tokens_are_refused() -> None:
     with pytest.raises(DisagreementError, match="static_after is 0 on rank 0 and 1 on rank 1"):
         on_mesh("tp", lambda model: tokens(model, mw.get_rank()))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-dynamic"])
+def test_the_program_of_a_quantized_model_multiplies_with_codes(scheme: str) -> None:
+    def call(model: Any) -> tuple[list[int], set[str], Tensor]:
+        sampler = mw.sampler(mw.quantize(model, scheme), static_after=0)
+        found = sampler.generate(PROMPTS, NEW, seed=2).tokens
+        (run,) = sampler._runs.known
+        assert run.program is not None
+        return programs(sampler), set(re.findall(r"meshwright\.\w+_linear", canonical_text(run.program.program))), found
+
+    made, used, found = on_mesh("tp", call)
+    assert made
+    assert used == {"meshwright.integer_linear" if scheme == "int8-dynamic" else "meshwright.packed_linear"}
+    assert torch.equal(found, tokens(mw.quantize(llama(), scheme), None))

@@ -91,6 +91,22 @@ def test_rows_that_end_are_replaced_and_samples_share_their_prompt(monkeypatch: 
     assert widths == sorted(widths, reverse=True)
 
 
+def test_prompts_in_chunks_and_rows_of_one_rank_have_slots() -> None:
+    def call(model: Any, **options: Any) -> int:
+        sampler = mw.sampler(model, ask_every=2)
+        found = sampler.generate(MANY, NEW, batch_size=3, **options, **WAYS["stopped"])
+        check_equal([found.tokens, found.lengths, found.log_probs], wanted("stopped"))
+        return len(sampler._runs.known)
+
+    def on_one_rank() -> int:
+        model = llama()
+        mw.parallelize(model, None, mw.ProcessMesh([0], ["dp"]), mw.Parallelism({}))
+        return call(model)
+
+    assert call(llama(), prefill_chunk_size=2) == 1
+    assert mw.simulate(on_one_rank, 1) == [1]
+
+
 def test_calls_of_later_tokens_and_prompts_are_planned_once_on_several_ranks() -> None:
     """Eager steps have the same sizes for each token, and prompts that enter later are padded to few sizes."""
 

@@ -19,6 +19,8 @@ from meshwright.tensor import DistTensor
 
 _KEYS = {"DynamicLayer", "DynamicSlidingWindowLayer"}
 """Classes of transformers for layers of a cache that hold keys and values."""
+KINDS = {*_KEYS, "InPlaceLayer"}
+"""Classes of layers that hold keys and values as tensors; prompts that are read in chunks leave layers in place."""
 
 
 class PositionMemory:

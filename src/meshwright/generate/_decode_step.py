@@ -8,7 +8,8 @@ Shapes: r rows, h heads, s positions, d features of a head, v vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -19,10 +20,26 @@ from torch import Tensor, nn
 from meshwright.engine import dtensor_from_local
 from meshwright.tensor import DistTensor
 
-from ._cache import may_be_written
+from ._cache import KINDS, may_be_written
+from ._pages import PagePool
 from ._rows import Rows
 
 _PARTS = ("keys", "values")
+Append = Callable[[Tensor, Tensor], Tensor]
+"""`append(memory, new)` writes the keys of one position in each row, and returns those of all columns [r, h, s, d]."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowCopy:
+    """A row of a cache, `source`, of which a slot gets the positions from `first` on; position 0 is in column `start`.
+
+    Both numbers of rows are those of this rank.
+    """
+
+    slot: int
+    source: int
+    start: int
+    first: int = 0
 
 
 class DecodeStep(nn.Module):
@@ -33,46 +50,70 @@ class DecodeStep(nn.Module):
 
     logits: Tensor
 
-    def __init__(self, model: nn.Module, layers: Sequence[Any], rows: Rows, capacity: int, logits_rv: Tensor) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Any],
+        rows: Rows,
+        capacity: int,
+        logits_rv: Tensor,
+        pool: PagePool | None = None,
+    ) -> None:
         super().__init__()
-        self.model, self.rows, self.count, self.capacity = model, rows, len(layers), capacity
+        self.model, self.rows, self.count, self.capacity, self.pool = model, rows, len(layers), capacity, pool
+        shape = (rows, capacity) if pool is None else (rows.of_ranks, pool.positions)
         for at, layer in enumerate(layers):
             for name in _PARTS:
-                self.register_buffer(f"{name}_{at}", _memory(getattr(layer, name), rows, capacity), False)
+                self.register_buffer(f"{name}_{at}", _memory(getattr(layer, name), *shape), False)
         self.register_buffer("logits", rows.zeros(logits_rv, logits_rv.shape[1]), False)
 
     def forward(self, tokens_r1: Tensor, places_r1: Tensor) -> Tensor:
         memory = [(getattr(self, f"keys_{at}"), getattr(self, f"values_{at}")) for at in range(self.count)]
-        keys_rhsd = memory[0][0]
-        columns_s = torch.arange(keys_rhsd.shape[2], device=keys_rhsd.device)
+        keys = memory[0][0]
+        columns_s = torch.arange(self.columns, device=keys.device)
         hidden_r11s = columns_s > places_r1[:, None, None]
-        mask_r11s = torch.zeros_like(hidden_r11s, dtype=keys_rhsd.dtype)
+        mask_r11s = torch.zeros_like(hidden_r11s, dtype=keys.dtype)
         out = self.model(
             input_ids=tokens_r1,
-            attention_mask=mask_r11s.masked_fill(hidden_r11s, torch.finfo(keys_rhsd.dtype).min),
+            attention_mask=mask_r11s.masked_fill(hidden_r11s, torch.finfo(keys.dtype).min),
             position_ids=places_r1,
-            past_key_values=_cache(memory, places_r1),
+            past_key_values=_cache(memory, self.append(places_r1)),
             use_cache=True,
         )
         self.logits.copy_(out.logits[:, -1])
         return places_r1.new_zeros(())
 
-    def fits(self, layers: Sequence[Any], rows: Rows, capacity: int) -> bool:
+    @property
+    def columns(self) -> int:
+        """Number of columns that attention reads."""
+        return self.capacity
+
+    def append(self, places_r1: Tensor) -> Append:
+        """Return the function that writes the keys of these positions to the memory of a layer."""
+
+        def append(memory_rhsd: Tensor, new_rh1d: Tensor) -> Tensor:
+            return memory_rhsd.scatter_(2, places_r1[:, None, :, None].expand(new_rh1d.shape), new_rh1d)
+
+        return append
+
+    def fits(self, layers: Sequence[Any], rows: Rows, capacity: int, pool: PagePool | None) -> bool:
         """True if the memory has the sizes, dtypes and layouts of a cache for these rows."""
-        if (rows, capacity, len(layers)) != (self.rows, self.capacity, self.count):
+        if (rows, capacity, pool, len(layers)) != (self.rows, self.capacity, self.pool, self.count):
             return False
         pairs = ((getattr(self, f"{name}_{at}"), getattr(x, name)) for at, x in enumerate(layers) for name in _PARTS)
         return all(_kind(memory) == _kind(held) for memory, held in pairs)
 
-    def fill(self, layers: Sequence[Any], slots: Sequence[int], sources: Sequence[int], starts: Sequence[int]) -> None:
-        """Copy rows `sources` of a cache, from column `starts` on, to the rows `slots` of the memory.
-
-        All numbers are those of this rank's rows.
-        """
+    def fill(self, layers: Sequence[Any], copies: Sequence[RowCopy]) -> None:
+        """Copy rows of a cache into the memory."""
         for at, layer in enumerate(layers):
             for name in _PARTS:
-                memory, held = (_local(x) for x in (getattr(self, f"{name}_{at}"), getattr(layer, name)))
-                _copy_rows(memory, held, slots, sources, starts)
+                memory, held = (local(x) for x in (getattr(self, f"{name}_{at}"), getattr(layer, name)))
+                for copy in copies:
+                    self.write(memory, copy, held[copy.source, :, copy.start + copy.first :])
+
+    def write(self, memory: Tensor, copy: RowCopy, new_hsd: Tensor) -> None:
+        """Write keys from position `copy.first` on to the rank's part of the memory of a layer."""
+        memory[copy.slot, :, copy.first : copy.first + new_hsd.shape[1]] = new_hsd
 
 
 def why_no_steps(layers: Sequence[Any], rows: Rows, capacity: int) -> str:
@@ -81,7 +122,7 @@ def why_no_steps(layers: Sequence[Any], rows: Rows, capacity: int) -> str:
         return "the model has no cache of transformers"
     for layer in layers:
         kind, window = type(layer).__name__, getattr(layer, "sliding_window", capacity)
-        if kind not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
+        if kind not in KINDS:
             return f"its cache has a {kind}"
         if window < capacity:
             return f"its cache keeps the last {window} positions only"
@@ -90,18 +131,10 @@ def why_no_steps(layers: Sequence[Any], rows: Rows, capacity: int) -> str:
     return ""
 
 
-def _copy_rows(
-    memory: Tensor, held: Tensor, slots: Sequence[int], sources: Sequence[int], starts: Sequence[int]
-) -> None:
-    length = held.shape[2]
-    for slot, source, start in zip(slots, sources, starts, strict=True):
-        memory[slot, :, : length - start] = held[source, :, start:]
-
-
-def _cache(memory: Sequence[tuple[Tensor, Tensor]], places_r1: Tensor) -> Any:
+def _cache(memory: Sequence[tuple[Tensor, Tensor]], append: Append) -> Any:
     """Return a cache of transformers whose layers write into the memory."""
     made, kind = import_module("transformers.cache_utils").DynamicCache(), _step_layer()
-    made.layers = [kind(keys, values, places_r1) for keys, values in memory]
+    made.layers = [kind(keys, values, append) for keys, values in memory]
     return made
 
 
@@ -115,15 +148,14 @@ def _step_layer() -> Any:
 
         _layer_type = None  # transformers registers each subclass that names a type of layers
 
-        def __init__(self, keys: Tensor, values: Tensor, places_r1: Tensor) -> None:
+        def __init__(self, keys: Tensor, values: Tensor, append: Append) -> None:
             super().__init__()
-            self.keys, self.values, self.places_r1 = keys, values, places_r1
+            self.keys, self.values, self.append = keys, values, append
             self.is_initialized = True
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            for memory, new in ((self.keys, key_states), (self.values, value_states)):
-                memory.scatter_(2, self.places_r1[:, None, :, None].expand(new.shape), new.to(memory.dtype))
-            return self.keys, self.values
+            append, dtype = self.append, self.keys.dtype
+            return append(self.keys, key_states.to(dtype)), append(self.values, value_states.to(dtype))
 
     return StepLayer
 
@@ -144,5 +176,6 @@ def _kind(x: Tensor) -> Any:
     return x.shape[1], x.shape[3], x.dtype, x.device, layout
 
 
-def _local(x: Tensor) -> Tensor:
+def local(x: Tensor) -> Tensor:
+    """Return this rank's part."""
     return x.to_local() if isinstance(x, DistTensor) else x

@@ -15,6 +15,7 @@ from meshwright.engine import unshard_dtensor
 
 from ._errors import GenerationError
 
+Prompt = tuple[int, ...]
 Prompts = Sequence[Sequence[int] | Tensor] | Tensor
 """Prompts: a sequence of token ids for each, or one tensor [prompts, length]."""
 
@@ -30,7 +31,7 @@ class GenerationRequest:
         GenerationError: there is no prompt, an empty one, or an option with an invalid value.
     """
 
-    prompts: tuple[tuple[int, ...], ...]
+    prompts: tuple[Prompt, ...]
     max_new_tokens: int
     temperature: float
     top_k: int | None
@@ -39,6 +40,8 @@ class GenerationRequest:
     n: int
     seed: int
     prefill_chunk_size: int | None = None
+    page_size: int | None = None
+    cache_positions: int | None = None
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -56,7 +59,7 @@ class GenerationRequest:
         check_whole("max_new_tokens", self.max_new_tokens, 1)
         check_whole("n", self.n, 1)
         check_whole("seed", self.seed, None)
-        for name in ("top_k", "prefill_chunk_size"):
+        for name in ("top_k", "prefill_chunk_size", "page_size", "cache_positions"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1)
         _check_real("temperature", self.temperature, 0.0, None)
@@ -71,6 +74,24 @@ class GenerationRequest:
     def rows(self) -> tuple[tuple[int, int], ...]:
         """The prompt and the sample of each row of the batch: the `n` samples of a prompt follow each other."""
         return tuple((prompt, sample) for prompt in range(len(self.prompts)) for sample in range(self.n))
+
+    @property
+    def is_paged(self) -> bool:
+        """True if the keys and values of rows are in pages."""
+        return self.page_size is not None or self.cache_positions is not None
+
+    @property
+    def positions(self) -> int:
+        """Upper bound of the positions with keys of the longest row: the last new token needs none."""
+        return max(map(len, self.prompts)) + self.max_new_tokens - 1
+
+    def refuse_pages(self, found: str) -> None:
+        """Raise GenerationError if the request is for pages. `found` says why no decode step fits."""
+        options = {"page_size": self.page_size, "cache_positions": self.cache_positions}
+        given = ", ".join(f"{name}={value}" for name, value in options.items() if value is not None)
+        if given:
+            why = "only decode steps read and write pages, and no decode step fits"
+            raise _invalid(given, found, why, "leave page_size and cache_positions out")
 
     def check_prompts(self, vocabulary: int) -> None:
         """Raise GenerationError for a token of a prompt that a vocabulary of this size does not have."""

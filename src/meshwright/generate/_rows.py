@@ -52,6 +52,20 @@ class Rows:
         """Return the distribution of another number of rows on the same ranks."""
         return Rows(count, 0, count) if self.mesh is None else _rows(count, self.mesh, self.placements)
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks with rows of their own, if all have equally many."""
+        return self.count // self.held
+
+    @property
+    def of_ranks(self) -> Rows:
+        """The distribution of one row for each of these ranks."""
+        return self.resized(self.ranks)
+
+    def has(self, row: int) -> bool:
+        """True if this rank holds the row."""
+        return self.first <= row < self.first + self.held
+
     def zeros(self, like: Tensor, width: int) -> Tensor:
         """Return zeros [rows, width] with the dtype of a tensor, distributed as the rows are."""
         part = (like.to_local() if isinstance(like, DistTensor) else like).new_zeros(self.held, width)
@@ -63,9 +77,7 @@ class Rows:
             return self.mesh is None
         if self.mesh is None:
             return Shard(0) not in x.placements
-        return x.mesh == self.mesh and all(
-            (mine == Shard(0)) == (its == Shard(0)) for mine, its in zip(self.placements, x.placements, strict=True)
-        )
+        return x.mesh == self.mesh and _row_placements(x) == self.placements
 
     def replicated(self, whole: Tensor) -> Tensor:
         """Return a tensor that every rank has whole as a replicated one, which no hook shards."""
@@ -77,7 +89,14 @@ def rows_of(logits_rv: Tensor) -> Rows:
     count = logits_rv.shape[0]
     if not isinstance(logits_rv, DistTensor) or logits_rv.mesh.size < len(world_ranks()):
         return Rows(count, 0, count)
-    return _rows(count, logits_rv.mesh, tuple(p if p == Shard(0) else Replicate() for p in logits_rv.placements))
+    return _rows(count, logits_rv.mesh, _row_placements(logits_rv))
+
+
+def _row_placements(x: DistTensor) -> tuple[Placement, ...]:
+    """Return where the rows of a tensor are sharded. An axis of one rank shards nothing: a single row never is."""
+    sizes = x.mesh.sizes.values()
+    is_sharded = (p == Shard(0) and size > 1 for p, size in zip(x.placements, sizes, strict=True))
+    return tuple(Shard(0) if each else Replicate() for each in is_sharded)
 
 
 def _rows(count: int, mesh: ProcessMesh, placements: tuple[Placement, ...]) -> Rows:

@@ -27,7 +27,7 @@ from ._errors import GenerationError
 from ._ranks import ASKED, Tokens, made_by, ranks_of
 from ._request import GenerationRequest, Prompts, check_whole, request_of
 from ._slot_loop import SlotLoop
-from ._slots import slots_for
+from ._slots_for import slots_for
 from ._step_runs import StepRuns
 
 STATIC_AFTER = 32
@@ -86,6 +86,8 @@ class Sampler:
         mask: Tensor | None = None,
         batch_size: int | None = None,
         prefill_chunk_size: int | None = None,
+        page_size: int | None = None,
+        cache_positions: int | None = None,
     ) -> Generated:
         """Return `n` continuations of each prompt; every rank makes the call with the same arguments.
 
@@ -106,11 +108,17 @@ class Sampler:
                 rows of their own. A row that ends makes place for one that waits. None computes all rows at once.
             prefill_chunk_size: Number of tokens of each prompt that a call reads: less memory for long prompts. None
                 reads prompts whole, as do models without a cache of keys and values.
+            page_size: Number of positions of a page. Rows take pages of the cache as they grow, and samples of a prompt
+                share the pages that the prompt fills. None gives each row memory for the longest one, or means 64 if
+                there are `cache_positions`.
+            cache_positions: Number of positions of all pages, divided among the ranks with rows of their own, and
+                rounded up to whole pages. Rows wait until all pages that they may need are left. None takes memory for
+                `batch_size` rows of the largest length, if there is a `page_size`.
 
         Raises:
             GenerationError: there is no prompt, an empty one, one with an unknown token, one that is longer than the
-                model's positions, or an option with an invalid value; or the model is on the meta device, or returns no
-                logits, no cache, or logits with NaN or infinity.
+                model's positions or its pages, or an option with an invalid value; or the model is on the meta device,
+                has no cache with pages, or returns no logits, no cache, or logits with NaN or infinity.
             StaleWeightsError: the trainer of `mw.weights.sync` has newer weights.
             WeightError: the sampler sleeps.
             DisagreementError: the arguments differ between ranks.
@@ -134,6 +142,8 @@ class Sampler:
             n=n,
             seed=seed,
             prefill_chunk_size=prefill_chunk_size,
+            page_size=page_size,
+            cache_positions=cache_positions,
         )
         if batch_size is not None:
             check_whole("batch_size", batch_size, 1)
@@ -175,7 +185,10 @@ class Sampler:
         `same_numbers` refuses the write of a step at positions that differ between rows.
         """
         gains_nothing = not self._is_distributed and request.n == 1 and count == len(request.rows)
-        if gains_nothing or in_same_numbers():
+        if in_same_numbers():
+            request.refuse_pages("mw.same_numbers(), which refuses writes at positions that differ between rows")
+            return None
+        if gains_nothing and not request.is_paged:
             return None
         slots = slots_for(self.model, _device_of(self.model), self._runs, request, count)
         return None if slots is None else SlotLoop(slots, request, self.ask_every).run()

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.engine import unshard_dtensor
 
 from ._choice import choose_rows
-from ._request import GenerationRequest
+from ._request import GenerationRequest, Prompt
 from ._slots import Slots
 
 
@@ -46,8 +46,8 @@ class SlotLoop:
         """Return tokens and log-probabilities [n, t] of all rows; None if decode steps do not fit the model."""
         while True:
             self._release()
-            if self.waiting and None in self.row_of:
-                if not self._refill():
+            if entered := self._entered():
+                if not self._begin(entered):
                     return None
                 continue
             if all(row is None for row in self.row_of):
@@ -65,24 +65,32 @@ class SlotLoop:
         if is_due:
             self.asked, ended = self.turns, unshard_dtensor(self.rows.joined(self.ended_r)).tolist()
         for slot, has_ended in enumerate(ended):
-            if has_ended or self.lengths[slot] == self.request.max_new_tokens:
+            is_complete = has_ended or self.lengths[slot] == self.request.max_new_tokens
+            if is_complete and self.row_of[slot] is not None:
                 self.row_of[slot] = None
+                self.slots.release(slot)
 
-    def _refill(self) -> bool:
-        """Move rows that wait into free slots, and choose their first tokens; False if steps do not fit the model."""
-        free = [slot for slot, row in enumerate(self.row_of) if row is None][: len(self.waiting)]
-        for slot in free:
-            self.row_of[slot], self.lengths[slot] = self.waiting.popleft(), 0
-        self.ended_r[self._held(free)] = False
-        logits_av = self.slots.admit({slot: self._prompt(slot) for slot in free})
+    def _entered(self) -> list[int]:
+        """Move rows that wait into free slots whose ranks have memory for them, and return these slots."""
+        entered: list[int] = []
+        for slot, row in enumerate(self.row_of):
+            if row is None and self.waiting and self.slots.reserve(slot, self._prompt_of(self.waiting[0])):
+                self.row_of[slot], self.lengths[slot] = self.waiting.popleft(), 0
+                entered.append(slot)
+        return entered
+
+    def _begin(self, slots: Sequence[int]) -> bool:
+        """Choose the first tokens of rows that entered these slots; False if steps do not fit the model."""
+        self.ended_r[self._held(slots)] = False
+        logits_av = self.slots.admit({slot: self._prompt(slot) for slot in slots})
         if logits_av is None:
             return False
-        self._choose(free, logits_av, are_all=False)
+        self._choose(slots, logits_av, are_all=False)
         return True
 
     def _choose(self, slots: Sequence[int], logits_rv: Tensor, are_all: bool = True) -> None:
         """Choose a token in each of these slots; the logits are those of all slots of this rank, or of these only."""
-        own = [slot for slot in slots if self._is_held(slot)]
+        own = [slot for slot in slots if self.rows.has(slot)]
         rows = [self._row(slot) for slot in own]
         steps = [self.lengths[slot] for slot in own]
         mine = None if are_all and len(own) == self.rows.held else self._held(own)
@@ -108,8 +116,7 @@ class SlotLoop:
     def _result(self) -> tuple[Tensor, Tensor]:
         """Return the tokens of all ranks: each row is zero on ranks that do not have it."""
         packed_n2t = torch.stack([self.tokens_nt.double(), self.log_probs_nt.double()], 1)
-        ranks = self.rows.resized(self.rows.count // self.rows.held)
-        tokens_nt, log_probs_nt = unshard_dtensor(ranks.joined(packed_n2t[None])).sum(0).unbind(1)
+        tokens_nt, log_probs_nt = unshard_dtensor(self.rows.of_ranks.joined(packed_n2t[None])).sum(0).unbind(1)
         return tokens_nt.long(), log_probs_nt.float()
 
     def _places(self) -> list[int]:
@@ -119,18 +126,18 @@ class SlotLoop:
             for slot, row in enumerate(self.row_of)
         ]
 
-    def _prompt(self, slot: int) -> tuple[int, ...]:
-        return self.request.prompts[self.numbered[self._row(slot)][0]]
+    def _prompt(self, slot: int) -> Prompt:
+        return self._prompt_of(self._row(slot))
+
+    def _prompt_of(self, row: int) -> Prompt:
+        return self.request.prompts[self.numbered[row][0]]
 
     def _row(self, slot: int) -> int:
         row = self.row_of[slot]
         assert row is not None
         return row
 
-    def _is_held(self, slot: int) -> bool:
-        return self.rows.first <= slot < self.rows.first + self.rows.held
-
     def _held(self, slots: Sequence[int]) -> Tensor:
         """Return the numbers of those slots that are this rank's, among its own."""
-        own = [slot - self.rows.first for slot in slots if self._is_held(slot)]
+        own = [slot - self.rows.first for slot in slots if self.rows.has(slot)]
         return torch.tensor(own, dtype=torch.int64, device=self.slots.device)

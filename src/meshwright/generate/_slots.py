@@ -1,6 +1,6 @@
 """Slots for rows: a prompt enters a free slot, and each step gives the logits of one more token in all slots.
 
-A slot is a row of the memory of a decode step. The slots of a rank are filled from prompts that the same rank computed,
+A slot is a row of a decode step. The slots of a rank are filled from prompts that the same rank computed,
 so keys and values are never sent. Equal prompts that enter slots of one rank together are computed once.
 
 Shapes: r slots, v vocabulary.
@@ -14,16 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm import world_ranks
-from meshwright.tensor import DistTensor
-
-from ._calls import CachedCalls, decoder_cache
-from ._decode_step import why_no_steps
-from ._request import GenerationRequest
+from ._calls import CachedCalls
+from ._decode_step import DecodeStep, RowCopy, why_no_steps
+from ._pages import PagePool
+from ._request import GenerationRequest, Prompt
 from ._rows import Rows
-from ._step_runs import StepRun, StepRuns, rounded, same_logits
+from ._step_runs import StepRun, StepRuns, same_logits
 
-Prompt = tuple[int, ...]
 LENGTHS, COUNTS = 16, 4
 """Later prompts are padded to a multiple of so many tokens and rows: the calls of each size are planned anew."""
 
@@ -38,10 +35,20 @@ class Slots:
     runs: StepRuns
     rows: Rows
     request: GenerationRequest
+    capacity: int
+    """Number of positions for which a row has columns."""
+    pool: PagePool | None = None
     run: StepRun | None = None
     """The step, which the first prompts choose by their cache."""
     first_calls: tuple[CachedCalls, dict[int, int]] | None = None
     """The first prompts in their own cache, and the slot of this rank for each of its rows there, for a comparison."""
+
+    def reserve(self, slot: int, prompt: Prompt) -> bool:
+        """Reserve memory for a prompt and all new tokens; False if a row has to leave before."""
+        return True
+
+    def release(self, slot: int) -> None:
+        """Make the memory of a slot free."""
 
     def admit(self, prompts: Mapping[int, Prompt]) -> Tensor | None:
         """Fill slots, by their numbers among all slots; return the logits after the prompts in this rank's slots.
@@ -62,25 +69,31 @@ class Slots:
             return None
         logits_rv = calls.rows_after(all_logits_rv)
         held, first = self.rows.held, self.rows.first
-        mine = {slot - first: prompt for slot, prompt in prompts.items() if first <= slot < first + held}
+        mine = {slot - first: prompt for slot, prompt in prompts.items() if self.rows.has(slot)}
         sources = [of_ranks[first // held].index(prompt) for prompt in mine.values()]
         starts = [calls.ids_rs.shape[1] - len(prompt) for prompt in mine.values()]
-        run.step.fill(calls.layers, list(mine), sources, starts)
+        self._fill(run.step, calls, list(map(RowCopy, mine, sources, starts)))
         if not run.is_checked and self.first_calls is None:
             self.first_calls = calls, dict(zip(sources, mine, strict=True))
         return logits_rv[torch.tensor(sources, dtype=torch.int64, device=logits_rv.device)]
 
+    def _fill(self, step: DecodeStep, calls: CachedCalls, copies: Sequence[RowCopy]) -> None:
+        """Copy the keys of prompts into the memory of the step."""
+        step.fill(calls.layers, copies)
+
     def _first_run(self, calls: CachedCalls, logits_rv: Tensor) -> StepRun | None:
         """Return the step for the cache of the first prompts; None if no step fits it, or its rows are elsewhere."""
         self.request.check_stop(logits_rv.shape[-1])
-        positions = _positions(self.request)
-        why = why_no_steps(calls.layers, calls.rows, rounded(positions))
+        why = why_no_steps(calls.layers, calls.rows, self.capacity)
         if why:
-            self.runs.refuse(why, self.request.max_new_tokens)
-        if why or calls.rows.resized(self.rows.count) != self.rows:
             self.runs.rows = None
+            self.runs.refuse(why, self.request)
             return None
-        return self.runs.take(self.model, calls.layers, self.rows, positions, logits_rv)
+        if calls.rows.resized(self.rows.count) != self.rows:
+            self.runs.rows = None
+            self.request.refuse_pages("the rows are on other ranks than those of the calls before")
+            return None
+        return self.runs.take(self.model, calls.layers, self.rows, self.capacity, logits_rv, self.pool)
 
     def _padded_count(self, count: int) -> int:
         """Return the rows of each rank for so many prompts: few different numbers on several ranks."""
@@ -88,7 +101,7 @@ class Slots:
 
     def _different(self, prompts: Mapping[int, Prompt]) -> list[list[Prompt]]:
         """Return the different prompts of the slots of each rank with rows of its own."""
-        found: list[dict[Prompt, None]] = [{} for _ in range(self.rows.count // self.rows.held)]
+        found: list[dict[Prompt, None]] = [{} for _ in range(self.rows.ranks)]
         for slot, prompt in prompts.items():
             found[slot // self.rows.held][prompt] = None
         return [list(each) for each in found]
@@ -105,7 +118,7 @@ class Slots:
         logits_rv = self.rows.logits_here(logits_rv)
         if not run.is_checked and not self._is_equal(run, logits_rv, tokens_r):
             self.runs.is_off = True
-            self.runs.refuse("a step with a mask of four dims gives other logits", self.request.max_new_tokens)
+            self.runs.refuse("a step with a mask of four dims gives other logits", self.request)
             return None
         return logits_rv
 
@@ -120,35 +133,3 @@ class Slots:
         run.is_checked = same_logits(calls.rows, found_rv, torch.where(is_filler_r1, found_rv, wanted_rv))
         self.first_calls = None
         return run.is_checked
-
-
-def slots_for(
-    model: nn.Module, device: torch.device, runs: StepRuns, request: GenerationRequest, count: int
-) -> Slots | None:
-    """Return at least `count` slots, the same number on each rank with rows of its own; None if no step fits the model.
-
-    In the first call, a pass over one token for each rank finds the distribution of rows and the kind of the cache.
-    Later calls expect the same, and compare it with their first prompts.
-    """
-    cache_name, new_tokens = decoder_cache(model), request.max_new_tokens
-    if cache_name is None or runs.is_off:
-        runs.refuse("the model is no decoder of transformers that takes a cache, a mask and positions", new_tokens)
-        return None
-    is_distributed = any(isinstance(p, DistTensor) for p in model.parameters())
-    ranks = len(world_ranks()) if is_distributed else 1
-    if runs.rows is None:
-        probe = CachedCalls(model, [[0]] * ranks, device, cache_name, new_tokens)
-        request.check_stop(probe.first().shape[-1])
-        why = why_no_steps(probe.layers, probe.rows, rounded(_positions(request)))
-        if why:
-            runs.refuse(why, new_tokens)
-            return None
-        runs.rows = probe.rows.resized(ranks)
-    blocks = ranks // runs.rows.held
-    rows = runs.rows.resized(-(-count // blocks) * blocks)
-    return Slots(model, device, cache_name, runs, rows, request)
-
-
-def _positions(request: GenerationRequest) -> int:
-    """Return the number of positions that the longest row may need."""
-    return max(map(len, request.prompts)) + request.max_new_tokens

@@ -15,12 +15,16 @@ from torch import Tensor, nn
 
 from meshwright.comm import current_communicator, get_rank, world_ranks
 from meshwright.engine import DistModel, Strategy, to_static, unshard_dtensor
+from meshwright.fixed_order import in_same_numbers
 from meshwright.layout import warn_user
 from meshwright.passes import OneRowProducts
 from meshwright.tensor import fast_products, has_fast_products
 
 from ._decode_step import DecodeStep
 from ._errors import EagerStepWarning
+from ._paged_step import PagedStep
+from ._pages import PagePool
+from ._request import GenerationRequest
 from ._rows import Rows
 
 BLOCK = 64
@@ -71,7 +75,8 @@ class StepRuns:
         What the programs depend on is compared once inside, not for each token: nothing but tensors changes there.
         """
         self._records = is_distributed and self.static_after is not None
-        with ExitStack() as self._inside, fast_products(is_distributed and self._all_have_fast_products()):
+        is_fast = not in_same_numbers() and (not is_distributed or self._all_have_fast_products())
+        with ExitStack() as self._inside, fast_products(is_fast):
             for run in self.known:
                 run.is_ready = False
                 if run.program is not None:
@@ -88,12 +93,20 @@ class StepRuns:
         """Drop all steps with their memory; the next long call records a program again."""
         self.known = []
 
-    def take(self, model: nn.Module, layers: Sequence[Any], rows: Rows, positions: int, logits_rv: Tensor) -> StepRun:
-        """Return the step for a cache of these rows and at least these positions; its memory is zero."""
-        capacity = rounded(positions)
-        found = next((run for run in self.known if run.step.fits(layers, rows, capacity)), None)
+    def take(
+        self,
+        model: nn.Module,
+        layers: Sequence[Any],
+        rows: Rows,
+        capacity: int,
+        logits_rv: Tensor,
+        pool: PagePool | None,
+    ) -> StepRun:
+        """Return the step for a cache of these rows with so many positions, perhaps in pages; its memory is zero."""
+        found = next((run for run in self.known if run.step.fits(layers, rows, capacity, pool)), None)
         if found is None:
-            found = StepRun(DecodeStep(model, layers, rows, capacity, logits_rv).eval())
+            made = (model, layers, rows, capacity, logits_rv)
+            found = StepRun((DecodeStep(*made) if pool is None else PagedStep(*made, pool)).eval())
             self.known = [*self.known[1 - MOST_STEPS :], found]
         for memory in found.step.buffers(recurse=False):
             memory.zero_()
@@ -114,9 +127,14 @@ class StepRuns:
             run.program = self._recorded(run, tokens_r1, places_r1) if is_recorded else None
         run.is_ready = run.program is not None
 
-    def refuse(self, why: str, new_tokens: int) -> None:
-        """Warn that calls for so many tokens take no steps, if a program was expected."""
-        if self._is_due(new_tokens - 1):
+    def refuse(self, why: str, request: GenerationRequest) -> None:
+        """Warn that a call takes no steps, if a program was expected.
+
+        Raises:
+            GenerationError: the request is for pages, which only steps have.
+        """
+        request.refuse_pages(why)
+        if self._is_due(request.max_new_tokens - 1):
             self.stay_eager(why)
 
     def _is_due(self, runs: int) -> bool:
@@ -137,8 +155,7 @@ class StepRuns:
             program = to_static(step, strategy=STRATEGY)
             self._inside.enter_context(program.unchanged())
         try:
-            with fast_products(False):  # a recording has no values
-                program.compile(tokens_r1, places_r1)
+            program.compile(tokens_r1, places_r1)
         except Exception as error:
             self.stay_eager(f"it cannot be recorded: {type(error).__name__}: {error}")
             return None

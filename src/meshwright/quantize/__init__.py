@@ -20,6 +20,7 @@ _finished_stages    the folder of finished stages, from which an interrupted cal
 _calibration        observe inputs, choose numbers, stage by stage
 _errors             the errors of quantization
 conversion          which layers of a model are quantized, also those of the class Conv1D; `outline` and `quantize`
+products            products of inputs with the codes of a weight, and the choice of a product by rows
 checkpoints         save and load: safetensors files and config.json, in the forms of several libraries
 training            layers that train with rounded numbers, and with products of float8 numbers
 """
@@ -31,6 +32,7 @@ from ._scheme import PRESETS, NumberFormat, Scheme
 from .checkpoints.load import load_quantized
 from .checkpoints.save import save_quantized
 from .conversion import Outline, outline, quantize
+from .products import MostRows, keep_rows, measure_rows
 from .training import FakeQuantizedLinear, Float8Linear, convert_to_float8_training, prepare_qat
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "CalibrationError",
     "FakeQuantizedLinear",
     "Float8Linear",
+    "MostRows",
     "NumberFormat",
     "Outline",
     "QuantizeError",
@@ -45,7 +48,9 @@ __all__ = [
     "QuantizedLinear",
     "Scheme",
     "convert_to_float8_training",
+    "keep_rows",
     "load_quantized",
+    "measure_rows",
     "outline",
     "prepare_qat",
     "quantize",

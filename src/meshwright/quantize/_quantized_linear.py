@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ._errors import QuantizeError
 from ._rounding import nearest, scales_of, to_codes, to_values
 from ._scheme import NumberFormat, Scheme
-from ._stored_weight import INPUT_SCALE, PACKED, SCALE, WEIGHT, ZERO, is_packed, values_in
+from ._stored_weight import INPUT_SCALE, PACKED, SCALE, WEIGHT, ZERO, is_packed, scale_in, values_in, zero_in
+from .products import integer_product, packed_product, takes_codes
 
 
 class QuantizedLinear(nn.Module):
@@ -47,21 +48,32 @@ class QuantizedLinear(nn.Module):
 
     def dequantized(self) -> Tensor:
         """Return the weight as numbers, in the dtype of the scales; float32 for floats of 4 bits."""
-        stored = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
-        return values_in(stored, self.scheme, self.in_features)
+        return values_in(self._stored(), self.scheme, self.in_features)
+
+    def _stored(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_inputs(x)
         inputs = self.scheme.input_activations
         if inputs is None:
-            return F.linear(x, self.dequantized().to(x.dtype), self.bias)
+            return self._product(x)
         exact = x.detach()
         is_derived = x.requires_grad and torch.is_grad_enabled()
         if self._multiplies_integers(x):
             out = self._integer_product(exact, inputs)
             return out + F.linear(x - exact, self.dequantized().to(x.dtype)) if is_derived else out
         rounded = self._rounded(exact, inputs)
-        return F.linear(rounded + (x - exact) if is_derived else rounded, self.dequantized().to(x.dtype), self.bias)
+        return self._product(rounded + (x - exact) if is_derived else rounded)
+
+    def _product(self, x: Tensor) -> Tensor:
+        """Return the product with the weight, by its codes if that is faster, plus the bias."""
+        if not takes_codes(x, self._buffers, self.scheme):
+            return F.linear(x, self.dequantized().to(x.dtype), self.bias)
+        stored, weights = self._stored(), self.scheme.weights
+        codes, zero = stored[WEIGHT if WEIGHT in stored else PACKED], zero_in(stored, self.scheme, self.out_features)
+        out = packed_product(x, codes, scale_in(stored, self.scheme), zero, weights.num_bits, weights.type)
+        return out if self.bias is None else out + self.bias
 
     def _check_inputs(self, x: Tensor) -> None:
         """Raise QuantizeError for inputs that are codes."""
@@ -91,8 +103,7 @@ class QuantizedLinear(nn.Module):
         """Return the product of the codes, which is exact, times both scales."""
         scale, _ = scales_of(x, inputs)
         codes = to_codes(x, scale, None, inputs)
-        product = torch.ops.aten._int_mm(codes.flatten(0, -2), self.get_buffer(WEIGHT).t())
-        sums = product.unflatten(0, x.shape[:-1]) if x.dim() > 2 else product
+        sums = integer_product(codes, self.get_buffer(WEIGHT))
         values = sums.float() * scale.float() * self.get_buffer(SCALE).float().t()
         out = values.to(x.dtype)
         return out if self.bias is None else out + self.bias

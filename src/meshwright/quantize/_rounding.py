@@ -35,6 +35,8 @@ _BOUNDS = (_NUMBERS[1:] + _NUMBERS[:-1]) / 2
 """The bounds between neighbours."""
 _FLOAT4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device="cpu")
 """The magnitudes of floats of 4 bits (e2m1)."""
+FLOAT4_NUMBERS = torch.cat((_FLOAT4, -_FLOAT4))
+"""The floats of 4 bits, by their bits."""
 FLOAT4_LARGEST = 6.0
 _FLOAT4_BOUNDS = (_FLOAT4[1:] + _FLOAT4[:-1]) / 2
 _FLOAT4_BOUNDS[1::2] = torch.nextafter(_FLOAT4_BOUNDS[1::2], torch.zeros(1, device="cpu"))

@@ -81,22 +81,34 @@ def _float4_scale(stored: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
 
 def codes_in(stored: Mapping[str, Tensor], scheme: Scheme, length: int) -> Tensor:
     """Return the codes of a stored weight with rows of `length`."""
-    if scheme.weights.is_float4:
-        return unpack_float4(stored[PACKED])
-    if not is_packed(scheme):
-        return stored[WEIGHT]
-    return unpack(stored[PACKED], scheme.weights.num_bits, length)
+    return codes_of(stored[WEIGHT if WEIGHT in stored else PACKED], scheme.weights.num_bits, length)
+
+
+def codes_of(words: Tensor, bits: int, length: int) -> Tensor:
+    """Return the codes of rows of `length` that are stored as int32 words, as bytes with two floats, or one by one."""
+    if words.dtype is torch.int32:
+        return unpack(words, bits, length)
+    return unpack_float4(words) if words.dtype is torch.uint8 else words
+
+
+def scale_in(stored: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
+    """Return the scale of a stored weight as numbers."""
+    return _float4_scale(stored, scheme) if scheme.weights.is_float4 else stored[SCALE]
+
+
+def zero_in(stored: Mapping[str, Tensor], scheme: Scheme, rows: int) -> Tensor | None:
+    """Return the zero points of a stored weight of so many rows, as int8 codes; None if it has none."""
+    zero = stored.get(ZERO)
+    if zero is None or zero.dtype is not torch.int32:
+        return zero
+    return unpack(zero.transpose(-2, -1), scheme.weights.num_bits, rows).transpose(-2, -1)
 
 
 def values_in(stored: Mapping[str, Tensor], scheme: Scheme, length: int) -> Tensor:
     """Return the weight [n, k] or [e, n, k] that is stored, in the dtype of its scale; float32 for floats of 4 bits."""
-    if scheme.weights.is_float4:
-        return to_values(codes_in(stored, scheme, length), _float4_scale(stored, scheme), None, scheme.weights)
-    zero = stored.get(ZERO)
-    if zero is not None and is_packed(scheme):
-        rows = stored[PACKED].shape[-2]
-        zero = unpack(zero.transpose(-2, -1), scheme.weights.num_bits, rows).transpose(-2, -1)
-    return to_values(codes_in(stored, scheme, length), stored[SCALE], zero, scheme.weights, stored.get(GROUP_OF))
+    codes = codes_in(stored, scheme, length)
+    scale, zero = scale_in(stored, scheme), zero_in(stored, scheme, codes.shape[-2])
+    return to_values(codes, scale, zero, scheme.weights, stored.get(GROUP_OF))
 
 
 def stored_shapes(rows: int, columns: int, scheme: Scheme, stack: tuple[int, ...] = ()) -> dict[str, tuple[int, ...]]:

@@ -74,8 +74,15 @@ from .core.tree import key_of_tree, leaves_in, map_leaves, map_tensors, tensors_
 from .core.write_counts import Mark, mark_of
 from .execution import dispatch as dispatch
 from .execution import func_transforms as func_transforms
-from .execution.few_row_products import fast_products, has_fast_products, has_values, product, sum_with_product
-from .execution.native_kernel import native_kernel
+from .execution.few_row_products import (
+    fast_products,
+    has_fast_products,
+    has_values,
+    product,
+    products_are_fast,
+    sum_with_product,
+)
+from .execution.native_kernel import kernel_folder, native_kernel, processor
 from .handlers import direct_attributes as direct_attributes
 from .handlers import padded_encoder as padded_encoder
 from .handlers import sparse_constructors as sparse_constructors
@@ -172,6 +179,7 @@ __all__ = [
     "is_of_transform",
     "jit_tracing",
     "keep_own_part",
+    "kernel_folder",
     "key_of_tree",
     "largest_anywhere",
     "leaves_in",
@@ -189,7 +197,9 @@ __all__ = [
     "operators_recorded",
     "parts_recorded",
     "pipe_split",
+    "processor",
     "product",
+    "products_are_fast",
     "random_source",
     "recording",
     "recording_parts",

@@ -10,6 +10,7 @@ explain             costs of a training step and their reasons
 parallelize         suggest a plan by module names for a model
 quantize            quantize a language model
 profile             measure this machine, and write a cluster file
+profile_products    measure the products of quantized layers
 schedule            check and draw a pipeline schedule
 checkpoint          inspect, verify, compare or convert checkpoints
 doctor              check this machine for missing parts

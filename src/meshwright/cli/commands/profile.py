@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from meshwright.cli.commands.profile_products import measure_products
 from meshwright.cli.console.exit_codes import FAILED, OK
 from meshwright.cli.console.files import check_folder, write_text
 from meshwright.cli.console.output import print_json, print_text
@@ -36,6 +37,8 @@ START = 10.0
 
 def profile(settings: argparse.Namespace, argv: list[str]) -> int:
     """Print or write the cluster. Returns 1 if the ranks fail."""
+    if settings.products:
+        return measure_products(settings)
     check_folder(settings.out)
     device = device_types()[-1]
     there = (os.cpu_count() or 1) if device == CPU else torch.accelerator.device_count()

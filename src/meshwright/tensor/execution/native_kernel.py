@@ -46,7 +46,7 @@ def native_kernel(source: Path, *types: type) -> Callable[..., None] | None:
 def _in_folder(source: Path) -> TorchValue:
     """Return the kernel of the user's folder, compiled now if it is not there. Raises OSError if that fails."""
     compiler = _compiler()
-    folder = _own_folder()
+    folder = kernel_folder()
     if folder is None:
         with TemporaryDirectory() as apart:
             return _loaded(_compiled(compiler, source, Path(apart) / "kernel.so"), source.stem)
@@ -70,13 +70,17 @@ def _compiler() -> str:
 
 def _key(compiler: str, source: Path) -> str:
     """Return a hash of everything that a compiled kernel depends on."""
+    return sha256(f"{source.read_text()} {_FLAGS} {compiler} {processor()}".encode()).hexdigest()[:16]
+
+
+def processor() -> list[str]:
+    """Return the name and the instructions of this processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
-    processor = sorted({line for line in lines if line.startswith(("flags", "model name"))})
-    return sha256(f"{source.read_text()} {_FLAGS} {compiler} {processor}".encode()).hexdigest()[:16]
+    return sorted({line for line in lines if line.startswith(("flags", "model name"))})
 
 
-def _own_folder() -> Path | None:
+def kernel_folder() -> Path | None:
     """Return the folder of the user's kernels, made if needed; None if it is not the user's alone."""
     try:
         cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
