@@ -47,7 +47,6 @@ CASES: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "quantized already": (lambda: mw.quantize(perceptron(), "int8"), "int8", "quantize the original model"),
     "no module": (lambda: [nn.Linear(4, 4)], "int8", "quantize the module"),
     "no layer": (nn.ReLU, "int8", "pass a model with nn.Linear layers"),
-    "layers of GPT-2": (lambda: nn.Sequential(Conv1D(4, 4)), "int8", "an nn.Linear that has the transposed weight"),
     "all layers ignored": (perceptron, Scheme.preset("int8", ignore=("Linear",)), "left_out"),
     "a name with a mistake": (gates, Scheme.preset("int8", targets=("gat",)), "write 'gate'"),
     "one of two names with a mistake": (perceptron, Scheme.preset("int8", targets=("0", "twoo")), "remove the pattern"),
@@ -90,6 +89,7 @@ def test_bad_input_is_refused(case: str) -> None:
         (lambda: Scheme.preset("int8", targets=("re:*.up",)), r"'re:.*\\.up'"),
         (lambda: mw.convert_to_float8_training(gates(), targets="up"), "('up',)"),  # pyright: ignore[reportArgumentType]
         (lambda: mw.convert_to_float8_training(gates(), ignore=("upp",)), "write 'up'"),
+        (lambda: mw.prepare_qat(nn.Sequential(Conv1D(4, 4))), "an nn.Linear that has the transposed weight"),
     ],
 )  # fmt: skip
 def test_a_scheme_that_does_not_fit_is_refused(make: Callable[[], Any], fix: str) -> None:

@@ -108,6 +108,9 @@ CASES: dict[str, dict[str, Any]] = {
     "targets that are no list": group({"targets": 7}, num_bits=8),
     "ignored layers that are no names": {"ignore": [5]},
     "a wrong regular expression": {"ignore": ["re:("]},
+    "experts that are no groups": {"experts_groups": 5},
+    "groups of experts that are no objects": {"experts_groups": {"g": 5}},
+    "experts that the model lacks": {"experts_groups": {"g": {"targets": ["0"], "weights": {"num_bits": 8}}}},
 }
 
 

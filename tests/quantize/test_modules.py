@@ -188,5 +188,5 @@ def test_an_outline_names_experts_and_presets() -> None:
             self.up = nn.Parameter(torch.ones(4, 8, 16))
 
     found = outline(nn.ModuleDict({"experts": Experts(), "gate": nn.Linear(8, 4)}), "int8")
-    assert list(found.layers) == ["gate"]
-    assert found.left_out == {"experts.up": "a tensor with the weights of several layers"}
+    assert list(found.layers) == ["gate", "experts.up"]
+    assert found.left_out == {}

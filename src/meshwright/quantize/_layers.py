@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from math import gcd
 from typing import TypeGuard
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from ._errors import QuantizeError
-from ._patterns import matches, refuse_unused
+from ._patterns import TARGETS, matches, refuse_unused
+from ._quantized_experts import QuantizedExperts
 from ._quantized_linear import QuantizedLinear
 from ._scheme import Scheme
 
@@ -38,28 +39,23 @@ def check_module(model: object) -> None:
         )
 
 
-def layers_of(model: nn.Module, scheme: Scheme) -> Layers:
-    """Return the linear layers that the scheme quantizes.
-
-    Raises:
-        QuantizeError: there is none, the model is quantized already, a layer was trained for other numbers, or its
-            weight does not fit.
-    """
-    found = select_layers(model, scheme)
-    for name, layer in found.items():
+def check_layers(layers: Layers, scheme: Scheme) -> None:
+    """Raise QuantizeError if a layer was trained for other numbers than those of the scheme, or its weight has none."""
+    for name, layer in layers.items():
         _check_trained_for(name, layer, scheme)
-        _check_weight(name, layer)
-    return found
+        if is_lazy(layer.weight) or not layer.in_features:
+            raise _no_shape(name, layer)
+        check_numbers(name, layer.weight)
 
 
-def select_layers(model: nn.Module, scheme: Scheme) -> Layers:
+def select_layers(model: nn.Module, scheme: Scheme, others: Mapping[str, nn.Module] | None = None) -> Layers:
     """Return the linear layers that the scheme quantizes; their weights may be on the meta device.
 
     A layer whose weight another module uses too, such as an output layer that is tied to the embedding, is left out,
-    and so is a layer whose class has a `forward` of its own.
+    and so is a layer whose class has a `forward` of its own. `others` are modules that patterns may name too.
 
     Raises:
-        QuantizeError: there is none, the model is quantized already, or the rows of a layer do not fit.
+        QuantizeError: the model is quantized already, a pattern matches nothing, or the rows of a layer do not fit.
     """
     refuse_quantized(model)
     shared = shared_weights(model)
@@ -69,11 +65,11 @@ def select_layers(model: nn.Module, scheme: Scheme) -> Layers:
         for name, layer in linear.items()
         if id(layer.weight) not in shared and is_target(name, layer, scheme)
     }
-    if linear:
-        refuse_unused(model, linear, scheme.targets, scheme.ignore)
-    if not found:
-        raise no_layer(model, scheme.targets, scheme.ignore)
-    _check_groups(found, scheme)
+    candidates = {**linear, **(others or {})}
+    if candidates:
+        asked = scheme.targets if linear else tuple(each for each in scheme.targets if each not in TARGETS)
+        refuse_unused(model, candidates, asked, scheme.ignore)
+    check_groups({name: (layer.out_features, layer.in_features) for name, layer in found.items()}, scheme)
     return found
 
 
@@ -107,9 +103,15 @@ def is_target(name: str, module: nn.Module, scheme: Scheme) -> bool:
     return matches(name, module, scheme.targets) and not matches(name, module, scheme.ignore)
 
 
+def quantized_module(model: nn.Module) -> str | None:
+    """Return the name of the first module of a model that is quantized; None if there is none."""
+    modules = model.named_modules()
+    return next((name for name, module in modules if isinstance(module, (QuantizedLinear, QuantizedExperts))), None)
+
+
 def refuse_quantized(model: nn.Module) -> None:
     """Raise QuantizeError if the model has quantized layers."""
-    name = next((name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)), None)
+    name = quantized_module(model)
     if name is not None:
         raise QuantizeError(
             f"quantize a {type(model).__name__}",
@@ -122,12 +124,12 @@ def refuse_quantized(model: nn.Module) -> None:
 def no_layer(model: nn.Module, targets: tuple[str, ...], ignore: tuple[str, ...]) -> QuantizeError:
     """Return the error for patterns that leave no linear layer."""
     asked = f"quantize the layers {list(targets)} without {list(ignore)}"
-    transposed = sum(type(module).__name__ == "Conv1D" for module in model.modules())
+    transposed = [m for m in model.modules() if type(m).__name__ == "Conv1D" and not isinstance(m, nn.Linear)]
     if transposed:
         return QuantizeError(
             asked,
-            f"a {type(model).__name__} with {transposed} layers of the class Conv1D",
-            "only nn.Linear is quantized; Conv1D of transformers stores the transposed weight",
+            f"a {type(model).__name__} with {len(transposed)} layers of the class Conv1D",
+            "they are no nn.Linear: mw.quantize knows those of transformers, and layers that train with few bits none",
             "replace each of them with an nn.Linear that has the transposed weight, and call again",
         )
     names = list(linear_layers(model))
@@ -155,15 +157,17 @@ def _check_trained_for(name: str, layer: nn.Linear, scheme: Scheme) -> None:
         )
 
 
-def _check_weight(name: str, layer: nn.Linear) -> None:
-    weight = layer.weight
-    if is_lazy(weight) or not layer.in_features:
-        raise QuantizeError(
-            f"quantize {name}",
-            "a weight without a shape" if is_lazy(weight) else "a weight with rows of 0 numbers",
-            "a row of numbers has a scale",
-            f"call the model once before, if its layers are lazy; or leave the layer out: ignore=({name!r},)",
-        )
+def _no_shape(name: str, layer: nn.Linear) -> QuantizeError:
+    return QuantizeError(
+        f"quantize {name}",
+        "a weight without a shape" if is_lazy(layer.weight) else "a weight with rows of 0 numbers",
+        "a row of numbers has a scale",
+        f"call the model once before, if its layers are lazy; or leave the layer out: ignore=({name!r},)",
+    )
+
+
+def check_numbers(name: str, weight: Tensor) -> None:
+    """Raise QuantizeError if a weight has no finite floating-point numbers."""
     if weight.is_meta:
         raise QuantizeError(
             f"quantize {name}",
@@ -181,19 +185,19 @@ def _check_weight(name: str, layer: nn.Linear) -> None:
         )
 
 
-def _check_groups(layers: Layers, scheme: Scheme) -> None:
-    """Raise QuantizeError if the rows of a layer are no multiple of the group size."""
+def check_groups(shapes: Mapping[str, tuple[int, int]], scheme: Scheme) -> None:
+    """Raise QuantizeError if the rows of a weight, given by rows and columns, are no multiple of the group size."""
     size = scheme.weights.group_size
     if size is None:
         return
-    odd = {name: layer for name, layer in layers.items() if layer.in_features % size}
+    odd = {name: shape for name, shape in shapes.items() if shape[1] % size}
     if odd:
-        name, layer = next(iter(odd.items()))
-        fits = gcd(size, *(layer.in_features for layer in layers.values()))
+        name, (rows, columns) = next(iter(odd.items()))
+        fits = gcd(size, *(columns for _, columns in shapes.values()))
         raise QuantizeError(
             f"quantize {name} in groups of {size}",
-            f"a weight of {layer.out_features} rows of {layer.in_features} numbers",
-            f"{layer.in_features} is no multiple of {size}, so a group would have a part of the numbers",
+            f"a weight of {rows} rows of {columns} numbers",
+            f"{columns} is no multiple of {size}, so a group would have a part of the numbers",
             f"use group_size={fits}, which fits all layers, or leave out {len(odd)} layers: ignore=({name!r}, ...)",
         )
 

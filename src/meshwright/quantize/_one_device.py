@@ -25,8 +25,11 @@ Call = tuple[tuple[TorchValue, ...], dict[str, TorchValue]]
 
 
 def whole(x: Tensor) -> Tensor:
-    """Return the whole value of a tensor as a plain tensor; every rank makes the call."""
-    return full_tensor(x.detach()).detach()
+    """Return the whole value of a tensor as a plain, contiguous tensor; every rank makes the call.
+
+    The last bits of a product may depend on the strides of its operands.
+    """
+    return full_tensor(x.detach()).detach().contiguous()
 
 
 def whole_state(module: nn.Module, without: Sequence[nn.Module] = ()) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 from torch import nn
@@ -12,6 +12,8 @@ from ._errors import QuantizeError
 
 EXPRESSION = "re:"
 """The beginning of a pattern that is a regular expression."""
+TARGETS = ("Linear",)
+"""The layers that schemes quantize by default."""
 IGNORED = ("lm_head",)
 """The layers that schemes leave out by default, if a model has them."""
 
@@ -55,13 +57,13 @@ def matches(name: str, module: nn.Module, patterns: Iterable[str]) -> bool:
 
 
 def refuse_unused(
-    model: nn.Module, linear: dict[str, nn.Linear], targets: tuple[str, ...], ignore: tuple[str, ...]
+    model: nn.Module, candidates: Mapping[str, nn.Module], targets: tuple[str, ...], ignore: tuple[str, ...]
 ) -> None:
-    """Raise QuantizeError if a target matches none of the linear layers, or an ignored pattern no module at all."""
+    """Raise QuantizeError if a target matches none of the candidates, or an ignored pattern no module at all."""
     for target in targets:
-        if not any(matches(name, layer, (target,)) for name, layer in linear.items()):
-            raise _unused("targets", target, model, list(linear))
-    modules = dict(model.named_modules())
+        if not any(matches(name, layer, (target,)) for name, layer in candidates.items()):
+            raise _unused("targets", target, model, list(candidates))
+    modules = {**candidates, **dict(model.named_modules())}
     for pattern in ignore:
         if pattern not in IGNORED and not any(matches(name, module, (pattern,)) for name, module in modules.items()):
             raise _unused("ignore", pattern, model, list(modules))

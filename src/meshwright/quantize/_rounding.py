@@ -219,6 +219,12 @@ def to_values(
     return values if numbers.group_size is None else values.flatten(-2)
 
 
+def relative_error(exact: Tensor, rounded: Tensor) -> float:
+    """Return the norm of the difference over the norm of the exact numbers."""
+    norm = float(exact.float().norm())
+    return float((exact.float() - rounded.float()).norm()) / norm if norm else 0.0
+
+
 def nearest(x: Tensor, numbers: NumberFormat) -> Tensor:
     """Return `x` rounded to the numbers of a format, with scales of its own; the dtype stays.
 

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 from ._errors import QuantizeError
-from ._patterns import IGNORED, check_patterns
+from ._patterns import IGNORED, TARGETS, check_patterns
 
 Strategy = Literal["tensor", "channel", "group", "tensor_group", "token"]
 Method = Literal["nearest", "gptq", "awq", "smoothquant"]
@@ -113,7 +113,7 @@ class Scheme:
     weights: NumberFormat
     input_activations: NumberFormat | None = None
     method: Method = "nearest"
-    targets: tuple[str, ...] = ("Linear",)
+    targets: tuple[str, ...] = TARGETS
     ignore: tuple[str, ...] = IGNORED
     act_order: bool = False
     damping: float = 0.01

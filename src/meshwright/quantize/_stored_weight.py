@@ -10,7 +10,8 @@ nvfp4-pack-…      weight_packed: two codes a byte; weight_scale: float8; weigh
 Packed integers whose groups are not neighbours, as GPTQ with act-order makes them, have a `weight_g_idx` too: the group
 of each column. Integers have the form "int-quantized" if the inputs are quantized too, else "pack-quantized". nf4 is
 packed in the same way, but compressed-tensors does not know it. Inputs whose scale is not computed at each call have an
-`input_scale`. A layer holds these tensors as buffers, so a checkpoint is its state.
+`input_scale`. A layer holds these tensors as buffers, so a checkpoint is its state. A weight may be a stack of matrices
+[e, n, k]. Then each tensor but those for the whole weight has the dim e first.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def store(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> 
         found = {WEIGHT: codes, SCALE: scale}
     else:
         found = {PACKED: pack(codes, bits), SCALE: scale, SHAPE: torch.tensor(tuple(codes.shape), device=codes.device)}
-        zero = None if zero is None else pack(zero.t(), bits).t().contiguous()
+        zero = None if zero is None else pack(zero.transpose(-2, -1), bits).transpose(-2, -1).contiguous()
     return found if zero is None else {**found, ZERO: zero}
 
 
@@ -100,31 +101,33 @@ def zero_in(stored: Mapping[str, Tensor], scheme: Scheme, rows: int) -> Tensor |
     zero = stored.get(ZERO)
     if zero is None or zero.dtype is not torch.int32:
         return zero
-    return unpack(zero.t(), scheme.weights.num_bits, rows).t()
+    return unpack(zero.transpose(-2, -1), scheme.weights.num_bits, rows).transpose(-2, -1)
 
 
 def values_in(stored: Mapping[str, Tensor], scheme: Scheme, length: int) -> Tensor:
-    """Return the weight [n, k] that is stored, in the dtype of its scale; float32 for floats of 4 bits."""
+    """Return the weight [n, k] or [e, n, k] that is stored, in the dtype of its scale; float32 for floats of 4 bits."""
     codes = codes_in(stored, scheme, length)
-    scale, zero = scale_in(stored, scheme), zero_in(stored, scheme, codes.shape[0])
+    scale, zero = scale_in(stored, scheme), zero_in(stored, scheme, codes.shape[-2])
     return to_values(codes, scale, zero, scheme.weights, stored.get(GROUP_OF))
 
 
-def stored_shapes(rows: int, columns: int, scheme: Scheme) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that hold a weight [rows, columns]."""
+def stored_shapes(rows: int, columns: int, scheme: Scheme, stack: tuple[int, ...] = ()) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that hold a weight [*stack, rows, columns]."""
     weights = scheme.weights
     groups = columns // weights.group_size if weights.group_size else 1
-    scale = (1,) if weights.strategy == "tensor" else (rows, groups)
+    scale = (1,) if weights.strategy == "tensor" else (*stack, rows, groups)
     found: dict[str, tuple[int, ...]]
     if weights.is_float4:
-        found = {PACKED: (rows, columns // 2), SCALE: scale}
+        found = {PACKED: (*stack, rows, columns // 2), SCALE: scale}
         found |= {GLOBAL_SCALE: (1,)} if weights.strategy == "tensor_group" else {}
     elif not is_packed(scheme):
-        found = {WEIGHT: (rows, columns), SCALE: scale}
+        found = {WEIGHT: (*stack, rows, columns), SCALE: scale}
     else:
-        found = {PACKED: (rows, packed_length(columns, weights.num_bits)), SCALE: scale, SHAPE: (2,)}
+        packed = (*stack, rows, packed_length(columns, weights.num_bits))
+        found = {PACKED: packed, SCALE: scale, SHAPE: (len(packed),)}
     if not weights.symmetric:
-        found[ZERO] = (packed_length(rows, weights.num_bits), groups) if is_packed(scheme) else scale
+        packed_rows = packed_length(rows, weights.num_bits)
+        found[ZERO] = (*stack, packed_rows, groups) if is_packed(scheme) else scale
     return found | ({INPUT_SCALE: (1,)} if has_input_scale(scheme) else {})
 
 
@@ -163,11 +166,10 @@ def _stored_layout(name: str, shape: tuple[int, ...], weight: Spec) -> Layout:
         return Layout((weight.layout.dims[1],))
     if len(shape) != weight.ndim:
         return Layout(((),) * len(shape))
-    rows, columns = weight.layout.dims
-    first = rows if shape[0] == weight.shape[0] else ()
-    if shape[1] == weight.shape[1]:
-        return Layout((first, columns))
-    return Layout((first, _coarser(name, shape[1], weight, columns)))
+    *stack, rows, columns = weight.layout.dims
+    first = rows if shape[-2] == weight.shape[-2] else ()
+    last = columns if shape[-1] == weight.shape[-1] else _coarser(name, shape[-1], weight, columns)
+    return Layout((*stack, first, last))
 
 
 def _coarser(name: str, length: int, weight: Spec, columns: Dim) -> Dim:
@@ -175,7 +177,7 @@ def _coarser(name: str, length: int, weight: Spec, columns: Dim) -> Dim:
     if isinstance(columns, Product):
         return ()
     ranks = prod(weight.mesh.sizes[axis] for axis in axes_of(columns))
-    whole = length % ranks == 0 and weight.shape[1] % ranks == 0
+    whole = length % ranks == 0 and weight.shape[-1] % ranks == 0
     return columns if whole or name == PACKED else ()
 
 

@@ -14,7 +14,7 @@ from meshwright.cli.console.language_model import build_model
 from meshwright.cli.console.parser import UsageError
 from meshwright.engine import shard_tensor, unshard_dtensor
 from meshwright.layout import ProcessMesh, Shard
-from meshwright.quantize import QuantizedLinear, Scheme, quantize, save_quantized
+from meshwright.quantize import QuantizedExperts, QuantizedLinear, Scheme, quantize, save_quantized
 
 HELD_OUT = 32
 """Most batches whose perplexity is measured."""
@@ -58,24 +58,37 @@ class Outcome:
 def quantize_on_rank(job: Job, ranks: int, progress: Callable[[str], None]) -> Outcome:
     """Quantize and save the model on this rank of several.
 
-    The rows of each layer that is quantized are sharded, so each rank computes its share of the products.
+    The first dim of each weight that is quantized is sharded, so each rank computes its share of the products.
     """
     model = build_model(job.model).eval()
     if ranks > 1:
-        _shard_rows(model, job.layers, ranks)
+        _shard_first_dims(model, job.layers, ranks)
     before = perplexity(model, job.held_out)
     model = quantize(model, job.scheme, job.calibration or None, progress=progress, resume=job.resume)
     after = perplexity(model, job.held_out)
-    errors = {n or "the model": m.error or 0.0 for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    errors = _errors(model)
     save_quantized(model, job.out, files=job.files)
     return Outcome(errors, before, after)
 
 
-def _shard_rows(model: nn.Module, layers: Iterable[str], ranks: int) -> None:
+def _shard_first_dims(model: nn.Module, layers: Iterable[str], ranks: int) -> None:
+    """Shard the weights of layers, and the experts that are named by their parameter."""
     mesh = ProcessMesh(list(range(ranks)), ["ranks"])
+    modules = dict(model.named_modules())
     for name in layers:
-        layer: Any = model.get_submodule(name)
-        layer.weight = shard_tensor(layer.weight, mesh, [Shard(0)])
+        owner, _, key = (name, "", "weight") if name in modules else name.rpartition(".")
+        setattr(modules[owner], key, shard_tensor(modules[owner].get_parameter(key), mesh, [Shard(0)]))
+
+
+def _errors(model: nn.Module) -> dict[str, float]:
+    """Return the relative error of each quantized layer, and of the experts by the name of their parameter."""
+    found: dict[str, float] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            found[name or "the model"] = module.error or 0.0
+        if isinstance(module, QuantizedExperts):
+            found |= {f"{name}.{key}": told.error or 0.0 for key, told in module.stored_experts.items()}
+    return found
 
 
 def check_tokens(model: nn.Module, batches: Iterable[Any]) -> None:

@@ -2,6 +2,7 @@
 
 file_tensor               the interface of a form: tensors in the files, checks, conversion
 compressed_tensors_form   the form of compressed-tensors, which layers hold in memory
+experts_form              quantized experts, which only this package reads
 gptq_form                 the form of AutoGPTQ and GPTQModel
 awq_form                  the form of AutoAWQ
 bitsandbytes_form         the form of bitsandbytes, nf4

@@ -1,12 +1,14 @@
 """The form of compressed-tensors: schemes as the `quantization_config` of config.json, and the tensors of a layer.
 
-Layers hold their tensors in this form, so they are read as they are.
+Layers hold their tensors in this form, so they are read as they are. Other libraries do not know quantized layers of
+the class Conv1D, and not our quantized experts. They would fill them with random numbers. So a checkpoint with them has
+no `quant_method`, which transformers refuses, and its `format` is `OWN`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +20,17 @@ from meshwright.tensor import DistTensor
 from .._errors import QuantizeError
 from .._layers import is_linear
 from .._patterns import matches
+from .._quantized_experts import StoredExperts
 from .._quantized_linear import QuantizedLinear
 from .._scheme import NumberFormat, Scheme, Strategy
 from .._stored_weight import GROUP_OF, SCALE, Stored, stored_dtypes, stored_form, stored_layouts, stored_shapes
+from ..conversion import Conv1D, QuantizedConv1D, is_conv1d
+from .experts_form import EXPERTS, quantized_experts
 from .file_tensor import FileTensor, check_groups, float_dtype, refused
 
 METHOD = "compressed-tensors"
+OWN = "meshwright"
+"""The `format` of a checkpoint that only this package reads."""
 GROUP_ORDER = ("group", "dynamic")
 """The values of `actorder` with which groups are not neighbours, so that the files have the group of each column."""
 _STRATEGIES = ("tensor", "channel", "group", "tensor_group", "token")
@@ -36,23 +43,38 @@ def config_of(model: nn.Module) -> dict[str, Any]:
         QuantizeError: there is none, or compressed-tensors does not know the numbers of a layer.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
-    if not layers:
+    experts = quantized_experts(model)
+    if not layers and not experts:
         raise QuantizeError(
             f"save a {type(model).__name__} in the form of compressed-tensors",
             "no quantized layer",
-            "the form describes quantized layers",
+            "the form describes quantized layers and experts",
             "call mw.quantize(model, ...) first, or mw.save_state_dict(model.state_dict(), path)",
         )
     groups = _names_by_numbers(layers)
-    forms = {stored_form(scheme) for scheme, _ in groups}
+    is_own = bool(experts) or any(isinstance(layer, QuantizedConv1D) for layer in layers.values())
     return {
-        "quant_method": METHOD,
-        "format": forms.pop() if len(forms) == 1 else "mixed-precision",
+        **({"format": OWN, EXPERTS: _experts_json(experts)} if is_own else _method_json(groups)),
         "quantization_status": "compressed",
         "config_groups": _groups_json(groups),
-        "ignore": [name for name, module in model.named_modules() if is_linear(module)],
+        "ignore": [name for name, module in model.named_modules() if is_linear(module) or is_conv1d(module)],
         "kv_cache_scheme": None,
     }
+
+
+def _experts_json(experts: Mapping[str, StoredExperts]) -> dict[str, Any]:
+    """Return the groups of experts, by their numbers."""
+    groups: dict[Numbers, list[str]] = {}
+    for name, told in experts.items():
+        _check_known(name, told.scheme)
+        groups.setdefault((told.scheme, None), []).append(name)
+    return {f"group_{i}": _group_json(numbers, names) for i, (numbers, names) in enumerate(groups.items())}
+
+
+def _method_json(numbers: Iterable[Numbers]) -> dict[str, Any]:
+    """Return the part of the configuration that names the form of compressed-tensors."""
+    forms = {stored_form(scheme) for scheme, _ in numbers}
+    return {"quant_method": METHOD, "format": forms.pop() if len(forms) == 1 else "mixed-precision"}
 
 
 Numbers = tuple[Scheme, str | None]
@@ -119,10 +141,11 @@ def _numbers_json(numbers: NumberFormat) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensorsForm:
-    """The schemes of a checkpoint, and the layers that it leaves out."""
+    """The schemes of a checkpoint, the layers that it leaves out, and whether it has the form `OWN`."""
 
     schemes: tuple[Scheme, ...]
     ignore: tuple[str, ...]
+    is_own: bool = False
 
     @classmethod
     def read(cls, told: Mapping[str, Any], where: str) -> CompressedTensorsForm:
@@ -134,12 +157,13 @@ class CompressedTensorsForm:
         groups: Any = told.get("config_groups")
         if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
             raise refused(where, f"config_groups {groups!r}", "each group of layers must be described by an object")
-        schemes = tuple(_read_group(group, where) for group in groups.values())
-        return cls(schemes, _read_patterns(told.get("ignore"), where))
+        schemes = tuple(read_group(group, where) for group in groups.values())
+        return cls(schemes, _read_patterns(told.get("ignore"), where), told.get("format") == OWN)
 
     def layers_of(self, model: nn.Module, catalogue: Catalogue) -> Iterator[tuple[str, nn.Linear, Scheme]]:
         for name, module in model.named_modules():
-            if not is_linear(module) or matches(name, module, self.ignore):
+            is_foreign = isinstance(module, Conv1D) and not self.is_own
+            if not is_linear(module) or is_foreign or matches(name, module, self.ignore):
                 continue
             scheme = next((s for s in self.schemes if matches(name, module, s.targets)), None)
             if scheme is not None:
@@ -149,7 +173,7 @@ class CompressedTensorsForm:
         shapes = stored_shapes(layer.out_features, layer.in_features, scheme)
         if scheme.act_order or f"{name}.{GROUP_OF}" in catalogue.entries:
             shapes[GROUP_OF] = (layer.in_features,)
-        dtypes = stored_dtypes(scheme, float_dtype(catalogue, f"{name}.{SCALE}", layer))
+        dtypes = stored_dtypes(scheme, float_dtype(catalogue, f"{name}.{SCALE}", layer.weight.dtype))
         weight = layer.weight
         layouts = stored_layouts(shapes, weight.spec) if isinstance(weight, DistTensor) else {}
         return {key: FileTensor(shape, dtypes[key], layouts.get(key)) for key, shape in shapes.items()}
@@ -162,7 +186,8 @@ class CompressedTensorsForm:
         return dict(files)
 
 
-def _read_group(group: Mapping[str, Any], where: str) -> Scheme:
+def read_group(group: Mapping[str, Any], where: str) -> Scheme:
+    """Return the scheme of a group of layers, with their names as targets."""
     weights: Any = group.get("weights")
     if group.get("output_activations") or not isinstance(weights, Mapping):
         raise refused(where, "a group without weights, or with output_activations", "weights must be quantized")

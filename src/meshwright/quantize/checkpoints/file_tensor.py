@@ -85,10 +85,10 @@ def _axes_for(length: int, dim: int, weight: Spec) -> Dim:
     return axes if is_even or length == weight.shape[dim] else ()
 
 
-def float_dtype(catalogue: Catalogue, name: str, layer: nn.Linear) -> torch.dtype:
+def float_dtype(catalogue: Catalogue, name: str, weight: torch.dtype) -> torch.dtype:
     """Return the dtype of scales or of a bias in the files; that of the weight if it is not one of `FLOATS`."""
     entry = catalogue.entries.get(name)
-    return entry.dtype if entry is not None and entry.dtype in FLOATS else layer.weight.dtype
+    return entry.dtype if entry is not None and entry.dtype in FLOATS else weight
 
 
 def held(x: Tensor) -> HeldTensor:
@@ -102,6 +102,17 @@ def refused(where: str, found: str, why: str) -> QuantizeError:
         why,
         "load a checkpoint of mw.save_quantized or llm-compressor, or one in the form of GPTQ, AWQ (gemm) or nf4",
     )
+
+
+def check_rows(name: str, columns: int, scheme: Scheme) -> None:
+    """Raise QuantizeError if rows with this number of columns are no multiple of the group size."""
+    if scheme.weights.group_size is not None and columns % scheme.weights.group_size:
+        raise QuantizeError(
+            f"load {name} in groups of {scheme.weights.group_size}",
+            f"a layer with {columns} inputs",
+            "the rows of the layer are no multiple of the group size",
+            "build the model with the sizes that the checkpoint's config.json has",
+        )
 
 
 def check_groups(name: str, group_of: Tensor, columns: int, scheme: Scheme) -> None:

@@ -71,7 +71,7 @@ class GptqForm:
         if f"{name}.{INDEX}" in catalogue.entries:
             found[INDEX] = FileTensor((columns,), torch.int32)
         if layer._parameters["bias"] is None and f"{name}.bias" in catalogue.entries:
-            found["bias"] = FileTensor((rows,), float_dtype(catalogue, f"{name}.bias", layer))
+            found["bias"] = FileTensor((rows,), float_dtype(catalogue, f"{name}.bias", layer.weight.dtype))
         return found
 
     def check(self, name: str, layer: nn.Linear, scheme: Scheme, files: Mapping[str, Tensor]) -> None:
@@ -136,7 +136,7 @@ def scale_files(name: str, layer: nn.Linear, scheme: Scheme, catalogue: Catalogu
     """Return the scales, which are sharded like the rows, and the zero points, which are whole."""
     rows, bits = layer.out_features, scheme.weights.num_bits
     groups = layer.in_features // (scheme.weights.group_size or layer.in_features)
-    dtype = float_dtype(catalogue, f"{name}.{SCALES}", layer)
+    dtype = float_dtype(catalogue, f"{name}.{SCALES}", layer.weight.dtype)
     return {
         SCALES: FileTensor((groups, rows), dtype, layout_like((groups, rows), (None, 0), layer.weight)),
         ZEROS: FileTensor((groups, packed_length(rows, bits)), torch.int32),

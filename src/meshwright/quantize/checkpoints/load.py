@@ -17,23 +17,26 @@ from meshwright.checkpoint import Catalogue, HeldTensor, difference_of, load, op
 from meshwright.layout import InputError, JsonValue, read_file, read_json
 
 from .._errors import QuantizeError
-from .._layers import convert_layers
+from .._layers import convert_layers, quantized_module
 from .._quantized_linear import QuantizedLinear
 from .._scheme import Scheme
 from .._stored_weight import placed_like
+from ..conversion import conv1d_as_linear
 from .awq_form import AwqForm
 from .bitsandbytes_form import BitsandbytesForm
-from .compressed_tensors_form import CompressedTensorsForm
-from .file_tensor import CONFIG, Form, held, refused
+from .compressed_tensors_form import METHOD, OWN, CompressedTensorsForm, read_group
+from .experts_form import experts_to_fill, read_experts
+from .file_tensor import CONFIG, Form, check_rows, held, refused
 from .gptq_form import GptqForm
 
 FORMS: dict[str, Callable[[Mapping[str, Any], str], Form]] = {
-    "compressed-tensors": CompressedTensorsForm.read,
+    OWN: CompressedTensorsForm.read,
+    METHOD: CompressedTensorsForm.read,
     "gptq": GptqForm.read,
     "awq": AwqForm.read,
     "bitsandbytes": BitsandbytesForm.read,
 }
-"""The `quant_method` of a configuration → the form that it describes."""
+"""The `quant_method` of a configuration, or its `format` if it has none → the form that it describes."""
 Layers = dict[str, tuple[nn.Linear, Scheme, dict[str, Tensor]]]
 """Name → the layer, its scheme, and its tensors in the files."""
 
@@ -42,10 +45,10 @@ Layers = dict[str, tuple[nn.Linear, Scheme, dict[str, Tensor]]]
 def load_quantized(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Fill a model with a quantized checkpoint, and return the model.
 
-    The checkpoint has the form of compressed-tensors, GPTQ, AWQ (gemm) or bitsandbytes (nf4). `model` is the model
-    before its quantization, plain or distributed; its weights may be on the meta device if the checkpoint has them
-    quantized. Every rank makes the call, and reads the slices that it holds. Quantized layers are those that the
-    config.json names, or those for which the files have codes.
+    The checkpoint has the form of `mw.save_quantized`, compressed-tensors, GPTQ, AWQ (gemm) or bitsandbytes (nf4).
+    `model` is the model before its quantization, plain or distributed; its weights may be on the meta device if the
+    checkpoint has them quantized. Every rank makes the call, and reads the slices that it holds. Quantized layers are
+    those that the config.json names, or those for which the files have codes.
 
     Raises:
         QuantizeError: the folder has no such checkpoint, or one with numbers that this package does not have; nothing
@@ -54,9 +57,17 @@ def load_quantized(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """
     folder = Path(path)
     _refuse_quantized(model, folder)
-    form = _form_in(_read(folder / CONFIG), str(folder))
+    told = _quantization_in(_read(folder / CONFIG), str(folder))
+    form, experts = _form_of(told, str(folder)), read_experts(told, str(folder), read_group)
     catalogue = open_together(folder)
-    layers = dict(_layers_in(model, form, catalogue))
+    with conv1d_as_linear(model):
+        layers = dict(_layers_in(model, form, catalogue))
+    with conv1d_as_linear(model, layers), experts_to_fill(model, experts, catalogue):
+        return _loaded(model, form, catalogue, layers)
+
+
+def _loaded(model: nn.Module, form: Form, catalogue: Catalogue, layers: Layers) -> nn.Module:
+    """Read the tensors of a model, and convert its layers."""
     scratch = {f"{name}.{key}": held(x) for name, (_, _, files) in layers.items() for key, x in files.items()}
     inside = tuple(f"{name}." for name in layers)
     load(
@@ -72,7 +83,7 @@ def load_quantized(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
 
 
 def _refuse_quantized(model: nn.Module, folder: Path) -> None:
-    name = next((name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)), None)
+    name = quantized_module(model)
     if name is not None:
         raise QuantizeError(
             f"load quantized weights from {folder}",
@@ -82,12 +93,17 @@ def _refuse_quantized(model: nn.Module, folder: Path) -> None:
         )
 
 
-def _form_in(config: JsonValue, where: str) -> Form:
-    """Return the form of a checkpoint. Raises QuantizeError if there is none, or an unknown one."""
+def _quantization_in(config: JsonValue, where: str) -> Mapping[str, Any]:
+    """Return the quantization_config of a checkpoint. Raises QuantizeError if there is none."""
     told = config.get("quantization_config") if isinstance(config, Mapping) else None
     if not isinstance(told, Mapping):
         raise refused(where, "no quantization_config", "config.json does not describe quantized layers")
-    method = told.get("quant_method")
+    return told
+
+
+def _form_of(told: Mapping[str, Any], where: str) -> Form:
+    """Return the form of a checkpoint. Raises QuantizeError if it is unknown."""
+    method = told.get("quant_method", told.get("format"))
     if not isinstance(method, str) or method not in FORMS:
         raise refused(where, f"quant_method {method!r}", "this form is unknown")
     return FORMS[method](told, where)
@@ -110,19 +126,9 @@ def _layers_in(
 ) -> Iterator[tuple[str, tuple[nn.Linear, Scheme, dict[str, Tensor]]]]:
     """Yield each quantized layer with empty tensors for what is read."""
     for name, layer, scheme in form.layers_of(model, catalogue):
-        _check_groups(name, layer, scheme)
+        check_rows(name, layer.in_features, scheme)
         files = form.files_of(name, layer, scheme, catalogue)
         yield name, (layer, scheme, {key: file.zeros(layer.weight) for key, file in files.items()})
-
-
-def _check_groups(name: str, layer: nn.Linear, scheme: Scheme) -> None:
-    if scheme.weights.group_size is not None and layer.in_features % scheme.weights.group_size:
-        raise QuantizeError(
-            f"load {name} in groups of {scheme.weights.group_size}",
-            f"a layer with {layer.in_features} inputs",
-            "the rows of the layer are no multiple of the group size",
-            "build the model with the sizes that the checkpoint's config.json has",
-        )
 
 
 def _mismatches(catalogue: Catalogue, scratch: Mapping[str, HeldTensor]) -> dict[str, str]:

@@ -26,7 +26,8 @@ def save_quantized(model: nn.Module, path: str | os.PathLike[str], *, files: Map
 
     Every rank makes the call. The folder has safetensors files in the form of compressed-tensors, and a config.json:
     that of the model, if it has one as models of transformers do, with the quantization added. It appears complete, or
-    not at all. `files` are further files of the folder by name, such as those of a tokenizer.
+    not at all. If layers of the class Conv1D or experts are quantized, only `load_quantized` reads the folder. `files`
+    are further files of the folder by name, such as those of a tokenizer.
 
     Raises:
         QuantizeError: no layer is quantized, compressed-tensors does not know the numbers, or a further file has the

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._errors import QuantizeError
-from .._layers import RoundedLinear, call_layers, change_class, check_module, select_layers
+from .._layers import RoundedLinear, call_layers, change_class, check_module, no_layer, select_layers
 from .._rounding import nearest
 from .._scheme import NumberFormat, Scheme, scheme_of
 
@@ -66,6 +66,8 @@ def prepare_qat(model: nn.Module, scheme: Scheme | str = "int8") -> nn.Module:
             "use method='nearest' and dynamic inputs here; mw.quantize of the trained model may use another method",
         )
     layers = select_layers(model, chosen)
+    if not layers:
+        raise no_layer(model, chosen.targets, chosen.ignore)
     for name, layer in layers.items():
         _check_rounding(name, layer)
     for layer in layers.values():

@@ -1,9 +1,9 @@
-"""`quantize`: turn the linear layers of a model into quantized ones."""
+"""`quantize`: turn the linear layers and the experts of a model into quantized ones."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +11,17 @@ from torch import Tensor, nn
 from meshwright.layout import TorchValue
 from meshwright.tensor import DistTensor, distribute_as
 
-from ._calibration import Calibration
-from ._errors import CalibrationError
-from ._layers import Layers, check_module, convert_layers, layers_of
-from ._quantized_linear import QuantizedLinear
-from ._rounding import scales_of, to_codes
-from ._scheme import Scheme, scheme_of
-from ._stored_weight import placed_like, store
+from .._calibration import Calibration
+from .._errors import CalibrationError
+from .._layers import Layers, check_module, convert_layers
+from .._quantized_experts import StoredExperts
+from .._quantized_linear import QuantizedLinear
+from .._rounding import relative_error, scales_of, to_codes
+from .._scheme import Scheme, scheme_of
+from .._stored_weight import Stored, placed_like, store
+from .conv1d import conv1d_as_linear
+from .experts import Experts, convert_experts, round_experts
+from .selection import check_selection, select
 
 
 @torch.no_grad()
@@ -29,13 +33,15 @@ def quantize(
     progress: Callable[[str], None] | None = None,
     resume: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
-    """Turn the linear layers of a model into quantized ones, and return the model.
+    """Turn the linear layers and the experts of a model into quantized ones, and return the model.
 
-    The layers stay the same modules, with their hooks. `scheme` is a Scheme or the name of a preset. The model is
-    plain, or distributed: then every rank makes the call, and gets its part of the very same codes and scales as one
-    device. `calibration` yields batches: tensors, tuples of positional arguments, or dicts of keyword arguments. Every
-    rank gets the same batches. `progress` gets a line for each block that is calibrated, with the relative error of its
-    outputs; without calibration data, one for each layer, with the relative error of its weight.
+    They stay the same modules, with their hooks. Experts are parameters [experts, rows, columns]; they are rounded to
+    the nearest numbers, by calibrated schemes only if a target names them. `scheme` is a Scheme or the name of a
+    preset. The model is plain, or distributed: then every rank makes the call, and gets its part of the very same codes
+    and scales as one device. `calibration` yields batches: tensors, tuples of positional arguments, or dicts of keyword
+    arguments. Every rank gets the same batches. `progress` gets a line for each block that is calibrated, with the
+    relative error of its outputs; without calibration data, one for each layer, with the relative error of its weight.
+    Experts have such lines too.
 
     With `resume`, a folder, the results of each calibrated block are written there. A later call with the same model,
     scheme and data reads them, on any mesh and any number of ranks, and calibrates the other blocks. The model becomes
@@ -54,19 +60,42 @@ def quantize(
     """
     chosen = scheme_of(scheme)
     check_module(model)
-    layers = layers_of(model, chosen)
-    if not chosen.is_calibrated:
-        _refuse_folder(chosen, resume)
-        return convert_layers(model, _nearest_layers(layers, chosen, progress or (lambda text: None)))
+    with conv1d_as_linear(model):
+        selection = select(model, chosen)
+        check_selection(selection, chosen)
+        show = progress or (lambda text: None)
+        if chosen.is_calibrated:
+            new, parameters = _calibrated(model, selection.layers, chosen, show, calibration, resume)
+        else:
+            _refuse_folder(chosen, resume)
+            new, parameters = _nearest_layers(selection.layers, chosen, show), {}
+        stored = _nearest_experts(selection.experts, chosen, show)
+        _fill(model, parameters)
+        convert_experts(selection.experts, stored)
+        return convert_layers(model, new)
+
+
+def _calibrated(
+    model: nn.Module,
+    layers: Layers,
+    scheme: Scheme,
+    progress: Callable[[str], None],
+    calibration: Iterable[TorchValue] | None,
+    resume: str | os.PathLike[str] | None,
+) -> tuple[dict[str, QuantizedLinear], dict[str, Tensor]]:
+    """Return the new layers, and the parameters of norms that smoothing changed, whole."""
     if calibration is None:
-        raise _no_calibration(chosen)
-    done = Calibration(model, layers, chosen, progress, resume)
-    new = done.run(calibration)
-    for name, whole in done.parameters.items():
+        raise _no_calibration(scheme)
+    work = Calibration(model, layers, scheme, progress, resume)
+    return work.run(calibration), work.parameters
+
+
+def _fill(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    """Write whole values into parameters of a model."""
+    for name, whole in parameters.items():
         parameter = model.get_parameter(name)
         is_distributed = isinstance(parameter, DistTensor)
         parameter.copy_(distribute_as(whole, parameter.mesh, parameter.spec.layout) if is_distributed else whole)
-    return convert_layers(model, new)
 
 
 def _nearest_layers(layers: Layers, scheme: Scheme, progress: Callable[[str], None]) -> dict[str, QuantizedLinear]:
@@ -74,6 +103,16 @@ def _nearest_layers(layers: Layers, scheme: Scheme, progress: Callable[[str], No
     for name, layer in layers.items():
         found[name] = nearest_layer(layer, scheme)
         progress(f"{name or 'the model'}: relative error {found[name].error:.2g}")
+    return found
+
+
+def _nearest_experts(
+    experts: Mapping[str, Experts], scheme: Scheme, progress: Callable[[str], None]
+) -> dict[str, tuple[StoredExperts, Stored]]:
+    found: dict[str, tuple[StoredExperts, Stored]] = {}
+    for name, each in experts.items():
+        found[name] = round_experts(each, scheme)
+        progress(f"{name}: relative error {found[name][0].error:.2g}")
     return found
 
 
@@ -99,16 +138,10 @@ def _no_calibration(scheme: Scheme) -> CalibrationError:
 
 def nearest_layer(layer: nn.Linear, scheme: Scheme) -> QuantizedLinear:
     """Return the quantized layer with the weight rounded to the nearest numbers."""
-    weight = layer.weight.detach()
+    weight = layer.weight.detach().contiguous()
     scale, zero = scales_of(weight, scheme.weights)
     stored = store(to_codes(weight, scale, zero, scheme.weights), scale, zero, scheme)
     placed = placed_like(weight, stored)
     new = QuantizedLinear((layer.out_features, layer.in_features), scheme, placed, layer.bias)
     new.error = relative_error(weight, new.dequantized())
     return new
-
-
-def relative_error(exact: Tensor, rounded: Tensor) -> float:
-    """Return the norm of the difference over the norm of the exact numbers."""
-    norm = float(exact.float().norm())
-    return float((exact.float() - rounded.float()).norm()) / norm if norm else 0.0
