@@ -47,7 +47,7 @@ SUBPACKAGES = {
     ],
     "passes": ["strategies", "operators", "communication", "memory"],
     "pipeline": ["table", "simulation", "schedules", "partition", "runtime"],
-    "quantize": ["conversion", "checkpoints", "training"],
+    "quantize": ["products", "layers", "calibration", "conversion", "checkpoints", "training"],
     "search": [
         "plan_data", "scheduling", "transformer_plans", "transformer_accounts", "phase_plans", "sharding", "stages",
         "module_plans",

@@ -23,11 +23,11 @@ from meshwright.checkpoint import Catalogue
 from meshwright.layout import InputError, Layout, Product, axes_of, read_json
 from meshwright.tensor import DistTensor
 
-from .._layers import is_linear
 from .._packing import pack
 from .._rounding import NORMAL_FLOAT4
 from .._scheme import NumberFormat, Scheme
 from .._stored_weight import PACKED, SCALE, SHAPE, Stored
+from ..layers.linear_layers import is_linear
 from .file_tensor import FileTensor, refused
 
 CODES, ABSMAX, MAP, STATE = "weight", "weight.absmax", "weight.quant_map", "weight.quant_state.bitsandbytes__nf4"

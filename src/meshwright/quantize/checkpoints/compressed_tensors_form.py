@@ -18,13 +18,13 @@ from meshwright.checkpoint import Catalogue
 from meshwright.tensor import DistTensor
 
 from .._errors import QuantizeError
-from .._layers import is_linear
 from .._patterns import matches
-from .._quantized_experts import StoredExperts
-from .._quantized_linear import QuantizedLinear
 from .._scheme import NumberFormat, Scheme, Strategy
 from .._stored_weight import GROUP_OF, SCALE, Stored, stored_dtypes, stored_form, stored_layouts, stored_shapes
 from ..conversion import Conv1D, QuantizedConv1D, is_conv1d
+from ..layers.linear_layers import is_linear
+from ..layers.quantized_experts import StoredExperts
+from ..layers.quantized_linear import QuantizedLinear
 from .experts_form import EXPERTS, quantized_experts
 from .file_tensor import FileTensor, check_groups, float_dtype, refused
 

@@ -15,10 +15,10 @@ from meshwright.checkpoint import Catalogue
 from meshwright.tensor import DistTensor
 
 from .._errors import QuantizeError
-from .._quantized_experts import QuantizedExperts, StoredExperts, buffer_name, store_experts
 from .._scheme import Scheme
 from .._stored_weight import SCALE, stored_dtypes, stored_layouts
 from ..conversion import Experts, experts_in
+from ..layers.quantized_experts import QuantizedExperts, StoredExperts, buffer_name, store_experts
 from .file_tensor import FileTensor, check_rows, float_dtype, refused
 
 EXPERTS = "experts_groups"

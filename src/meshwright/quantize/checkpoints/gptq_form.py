@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from meshwright.checkpoint import Catalogue
 
 from .._errors import QuantizeError
-from .._layers import is_linear
 from .._packing import pack, packed_length, unpack
 from .._scheme import NumberFormat, Scheme
 from .._stored_weight import GROUP_OF, PACKED, SCALE, SHAPE, ZERO, Stored
+from ..layers.linear_layers import is_linear
 from .file_tensor import FileTensor, check_groups, float_dtype, layout_like, refused
 
 CODES, ZEROS, SCALES, INDEX = "qweight", "qzeros", "scales", "g_idx"

@@ -17,11 +17,11 @@ from meshwright.checkpoint import Catalogue, HeldTensor, difference_of, load, op
 from meshwright.layout import InputError, JsonValue, read_file, read_json
 
 from .._errors import QuantizeError
-from .._layers import convert_layers, quantized_module
-from .._quantized_linear import QuantizedLinear
 from .._scheme import Scheme
 from .._stored_weight import placed_like
 from ..conversion import conv1d_as_linear
+from ..layers.linear_layers import convert_layers, quantized_module
+from ..layers.quantized_linear import QuantizedLinear
 from .awq_form import AwqForm
 from .bitsandbytes_form import BitsandbytesForm
 from .compressed_tensors_form import METHOD, OWN, CompressedTensorsForm, read_group

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from .._layers import shared_weights
-from .._quantized_linear import QuantizedLinear
+from ..layers.linear_layers import shared_weights
+from ..layers.quantized_linear import QuantizedLinear
 
 
 class Conv1D(nn.Linear):

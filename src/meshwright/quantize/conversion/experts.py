@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._patterns import TARGETS, matches
-from .._quantized_experts import StoredExperts, store_experts
 from .._rounding import relative_error, scales_of, to_codes
 from .._scheme import Scheme
 from .._stored_weight import Stored, placed_like, store, values_in
+from ..layers.quantized_experts import StoredExperts, store_experts
 
 WORD = "expert"
 """A module with this word in its name, or in that of its class, has experts."""

@@ -9,9 +9,9 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from .._layers import check_module, computes_as_linear, is_linear, is_target, shared_weights
 from .._scheme import Scheme, scheme_of
 from .._stored_weight import stored_dtypes, stored_shapes
+from ..layers.linear_layers import check_module, computes_as_linear, is_linear, is_target, shared_weights
 from .conv1d import conv1d_as_linear, is_conv1d
 from .experts import Experts, numbers_of
 from .selection import select

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from meshwright.layout import TorchValue
 from meshwright.tensor import DistTensor, distribute_as
 
-from .._calibration import Calibration
 from .._errors import CalibrationError
-from .._layers import Layers, check_module, convert_layers
-from .._quantized_experts import StoredExperts
-from .._quantized_linear import QuantizedLinear
 from .._rounding import relative_error, scales_of, to_codes
 from .._scheme import Scheme, scheme_of
 from .._stored_weight import Stored, placed_like, store
+from ..calibration.calibration import Calibration
+from ..layers.linear_layers import Layers, check_module, convert_layers
+from ..layers.quantized_experts import StoredExperts
+from ..layers.quantized_linear import QuantizedLinear
 from .conv1d import conv1d_as_linear
 from .experts import Experts, convert_experts, round_experts
 from .selection import check_selection, select

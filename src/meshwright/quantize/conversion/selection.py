@@ -7,8 +7,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .._layers import Layers, check_groups, check_layers, check_numbers, no_layer, select_layers, shared_weights
 from .._scheme import Scheme
+from ..layers.linear_layers import (
+    Layers,
+    check_groups,
+    check_layers,
+    check_numbers,
+    no_layer,
+    select_layers,
+    shared_weights,
+)
 from .experts import Experts, experts_in, why_exact
 
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._errors import QuantizeError
-from .._layers import RoundedLinear, call_layers, change_class, check_module, no_layer, select_layers
 from .._rounding import nearest
 from .._scheme import NumberFormat, Scheme, scheme_of
+from ..layers.linear_layers import RoundedLinear, call_layers, change_class, check_module, no_layer, select_layers
 
 
 class FakeQuantizedLinear(RoundedLinear):

@@ -15,8 +15,16 @@ from meshwright.fixed_order import in_same_numbers, same_numbers
 from meshwright.layout import TorchValue
 
 from .._errors import QuantizeError
-from .._layers import RoundedLinear, call_layers, change_class, check_module, computes_as_linear, is_linear, no_layer
 from .._patterns import IGNORED, check_patterns, matches, refuse_unused
+from ..layers.linear_layers import (
+    RoundedLinear,
+    call_layers,
+    change_class,
+    check_module,
+    computes_as_linear,
+    is_linear,
+    no_layer,
+)
 from .float8_products import GRADIENT, Recipe, float8_product
 
 

@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from meshwright.layout import TorchValue
 from meshwright.tensor import DistTensor, tensors_in
 
-from ._awq import errors
-from ._batches import calls_of, fingerprint, first_batch, naming_batch, piece, refuse_differences, sampled
-from ._errors import CalibrationError
-from ._finished_stages import FinishedStages, Folder, StageResult
-from ._gptq import PANEL, factor, round_rows
-from ._layers import Layers
-from ._observation import Group, Observed, hessian, magnitudes, observe
-from ._one_device import Call, in_evaluation, run_whole, squared, whole, whole_state
-from ._quantized_linear import QuantizedLinear
-from ._ranks import Ranks, TreeSum
-from ._rounding import scale_for, scales_of, to_codes
-from ._scheme import Scheme
-from ._smoothing import awq_factors, divided, multiplied, powers_of_two, smoothquant_factors
-from ._stages import Chain, calls_of_blocks, container_of, find_chain, inside, put_in_place
-from ._stored_weight import INPUT_SCALE, Stored, has_input_scale, placed_like, store
+from .._errors import CalibrationError
+from .._rounding import scale_for, scales_of, to_codes
+from .._scheme import Scheme
+from .._stored_weight import INPUT_SCALE, Stored, has_input_scale, placed_like, store
+from ..layers.linear_layers import Layers
+from ..layers.quantized_linear import QuantizedLinear
+from .awq import errors
+from .batches import calls_of, fingerprint, first_batch, naming_batch, piece, refuse_differences, sampled
+from .finished_stages import FinishedStages, Folder, StageResult
+from .gptq import PANEL, factor, round_rows
+from .observation import Group, Observed, hessian, magnitudes, observe
+from .one_device import Call, in_evaluation, run_whole, squared, whole, whole_state
+from .ranks import Ranks, TreeSum
+from .smoothing import awq_factors, divided, multiplied, powers_of_two, smoothquant_factors
+from .stages import Chain, calls_of_blocks, container_of, find_chain, inside, put_in_place
 
 READ = " (read, not calibrated)"
 """End of the line of progress for a stage that an earlier call finished."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from meshwright.layout import TorchValue
 from meshwright.tensor import STAGE_SPLIT, ReshardMark, capturing, full_tensor, map_tensors, tensors_in
 
-from ._errors import QuantizeError
-from ._layers import call_layers
+from .._errors import QuantizeError
+from ..layers.linear_layers import call_layers
 
 Call = tuple[tuple[TorchValue, ...], dict[str, TorchValue]]
 """Positional and keyword arguments of a module."""

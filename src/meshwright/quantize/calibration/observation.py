@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from meshwright.layout import TorchValue
 
-from ._batches import naming_batch
-from ._layers import is_linear
-from ._ranks import TreeSum
+from ..layers.linear_layers import is_linear
+from .batches import naming_batch
+from .ranks import TreeSum
 
 Group = tuple[str, ...]
 """Names of layers that get the same input."""

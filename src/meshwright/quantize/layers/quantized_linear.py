@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._errors import QuantizeError
-from ._rounding import nearest, scales_of, to_codes, to_values
-from ._scheme import NumberFormat, Scheme
-from ._stored_weight import INPUT_SCALE, PACKED, SCALE, WEIGHT, ZERO, is_packed, scale_in, values_in, zero_in
-from .products import integer_product, packed_product, takes_codes
+from .._errors import QuantizeError
+from .._rounding import nearest, scales_of, to_codes, to_values
+from .._scheme import NumberFormat, Scheme
+from .._stored_weight import INPUT_SCALE, PACKED, SCALE, WEIGHT, ZERO, is_packed, scale_in, values_in, zero_in
+from ..products import integer_product, packed_product, takes_codes
 
 
 class QuantizedLinear(nn.Module):

@@ -15,7 +15,7 @@ from meshwright.checkpoint import World, current_world
 from meshwright.layout import Layout, MeshwrightError, ProcessMesh, Spec, replicated
 from meshwright.reshard import plan
 
-from ._errors import CalibrationError
+from .._errors import CalibrationError
 
 T = TypeVar("T")
 PIECES = 8

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from meshwright.layout import TorchValue
 
-from ._one_device import Call, run_whole, squared
-from ._scheme import NumberFormat
-from ._smoothing import rounded
+from .._scheme import NumberFormat
+from .one_device import Call, run_whole, squared
+from .smoothing import rounded
 
 Seen = dict[str, list[tuple[Call, TorchValue]]]
 """Name of a module → its calls, with their results."""

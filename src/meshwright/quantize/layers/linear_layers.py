@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from ._errors import QuantizeError
-from ._patterns import TARGETS, matches, refuse_unused
-from ._quantized_experts import QuantizedExperts
-from ._quantized_linear import QuantizedLinear
-from ._scheme import Scheme
+from .._errors import QuantizeError
+from .._patterns import TARGETS, matches, refuse_unused
+from .._scheme import Scheme
+from .quantized_experts import QuantizedExperts
+from .quantized_linear import QuantizedLinear
 
 Layers = dict[str, nn.Linear]
 """Name → layer, in the order of the model."""

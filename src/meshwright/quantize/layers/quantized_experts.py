@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._scheme import Scheme
-from ._stored_weight import WEIGHT, stored_shapes, values_in
+from .._scheme import Scheme
+from .._stored_weight import WEIGHT, stored_shapes, values_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,15 +31,15 @@ from meshwright.checkpoint import (
     verify,
 )
 
-from ._batches import digest_of_calls
-from ._errors import CalibrationError
-from ._layers import Layers
-from ._one_device import Call
-from ._quantized_linear import QuantizedLinear
-from ._ranks import Ranks
-from ._scheme import Scheme
-from ._stages import digest_of_stage
-from ._stored_weight import Stored, stored_dtypes, stored_shapes
+from .._errors import CalibrationError
+from .._scheme import Scheme
+from .._stored_weight import Stored, stored_dtypes, stored_shapes
+from ..layers.linear_layers import Layers
+from ..layers.quantized_linear import QuantizedLinear
+from .batches import digest_of_calls
+from .one_device import Call
+from .ranks import Ranks
+from .stages import digest_of_stage
 
 Folder = str | os.PathLike[str]
 FORMAT = 1

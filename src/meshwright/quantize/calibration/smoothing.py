@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._rounding import nearest
-from ._scheme import NumberFormat
+from .._rounding import nearest
+from .._scheme import NumberFormat
 
 EXPONENTS = 19
 """Number of exponents that AWQ tries, from 0 to 1; it tries weights without factors too."""

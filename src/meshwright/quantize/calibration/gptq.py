@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._errors import CalibrationError
-from ._rounding import FLOAT8, FLOAT8_LARGEST, code_dtype, code_range, float4_codes, float4_values
-from ._scheme import NumberFormat, Scheme
+from .._errors import CalibrationError
+from .._rounding import FLOAT8, FLOAT8_LARGEST, code_dtype, code_range, float4_codes, float4_values
+from .._scheme import NumberFormat, Scheme
 
 PANEL = 32
 """Rows of a matrix product. A row's result may depend on the number of rows, so it is the same on every mesh."""

@@ -13,9 +13,9 @@ from torch import Tensor
 from meshwright.layout import MeshwrightError, TorchValue
 from meshwright.tensor import key_of_tree, tensors_in
 
-from ._errors import CalibrationError
-from ._one_device import Call, whole_call
-from ._ranks import PIECES
+from .._errors import CalibrationError
+from .one_device import Call, whole_call
+from .ranks import PIECES
 
 
 def calls_of(calibration: object) -> list[Call]:

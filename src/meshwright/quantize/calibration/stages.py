@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from meshwright.layout import TorchValue
 
-from ._batches import digest_of_tensor
-from ._layers import Layers
-from ._one_device import Call, run_whole
+from ..layers.linear_layers import Layers
+from .batches import digest_of_tensor
+from .one_device import Call, run_whole
 
 
 @dataclass(frozen=True, slots=True)
