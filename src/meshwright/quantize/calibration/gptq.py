@@ -9,12 +9,16 @@ Shapes: n rows (output features), k columns (input features).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
+
 import torch
 from torch import Tensor
 
 from .._errors import CalibrationError
 from .._rounding import FLOAT8, FLOAT8_LARGEST, code_dtype, code_range, float4_codes, float4_values
 from .._scheme import NumberFormat, Scheme
+from .round_kernel import fits_kernel, round_kernel, run_block
 
 PANEL = 32
 """Rows of a matrix product. A row's result may depend on the number of rows, so it is the same on every mesh."""
@@ -107,16 +111,42 @@ def _round_block(
     columns: range,
     numbers: NumberFormat,
 ) -> Tensor:
-    """Round a block of columns, which are the rows of `left` [k, n]; return their errors [block, n].
+    """Round a block of columns, which are the rows of `left` [k, n]; return their errors [block, n]."""
+    each = slice(columns.start, columns.stop)
+    offset = None if zero is None else zero[each]
+    kernel = _exact_kernel() if fits_kernel(left, numbers) else None
+    if kernel is not None:
+        return run_block(kernel, left[each], codes[each], scale[each], offset, upper[each, each], numbers)
+    return _round_by_torch(left[each], codes[each], scale[each], offset, upper[each, each], numbers)
+
+
+@cache
+def _exact_kernel() -> Callable[..., None] | None:
+    """Return the kernel if it has the bits of torch's operators; None if not, or if there is none."""
+    kernel = round_kernel()
+    if kernel is None:
+        return None
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    left, scale = (torch.rand(40, 70, generator=generator, device="cpu") + 0.01 for _ in range(2))
+    zero, upper = (3 * left).round(), left[:, :40].contiguous()
+    both: list[tuple[Tensor, ...]] = []
+    for act in (partial(run_block, kernel), _round_by_torch):
+        own, codes = left.clone(), torch.empty_like(left)
+        both.append((act(own, codes, scale, zero, upper, NumberFormat(3)), own, codes))
+    return kernel if all(map(torch.equal, *both)) else None
+
+
+def _round_by_torch(
+    block: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, upper: Tensor, numbers: NumberFormat
+) -> Tensor:
+    """Round a block of columns by operators of torch; return their errors.
 
     Multiplication and subtraction are separate operations: a fused one could round differently for other sizes.
     """
-    each = slice(columns.start, columns.stop)
-    block, factors = left[each], upper[each, each].unsqueeze(-1)
-    errors = torch.empty_like(block)
-    scales = scale[each].unbind()  # one call makes all views of rows
-    zeros = [None] * len(columns) if zero is None else zero[each].unbind()
-    rows = zip(block.unbind(), codes[each].unbind(), errors.unbind(), factors.unbind(), scales, zeros, strict=True)
+    errors, factors = torch.empty_like(block), upper.unsqueeze(-1)
+    scales = scale.unbind()  # one call makes all views of rows
+    zeros = [None] * len(block) if zero is None else zero.unbind()
+    rows = zip(block.unbind(), codes.unbind(), errors.unbind(), factors.unbind(), scales, zeros, strict=True)
     for i, (x, code, error, factor, step, offset) in enumerate(rows):
         found, value = _rounded(x, step, offset, numbers)
         code.copy_(found)
