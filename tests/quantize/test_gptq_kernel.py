@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.quantize import NumberFormat
+from meshwright.quantize import NumberFormat, Scheme
 from meshwright.quantize.calibration import gptq
 from meshwright.quantize.calibration.round_kernel import round_kernel, run_block
 
-from .models import SCHEMES, batches, perceptron
+from .models import batches, perceptron
 
 
 @pytest.mark.skipif(round_kernel() is None, reason="the machine has no compiler")
@@ -35,7 +35,7 @@ def test_a_block_is_rounded_as_by_torch(rows: int, columns: int, bits: int, has_
 
 
 def test_codes_do_not_depend_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheme = next(each for each in SCHEMES.values() if each.method == "gptq")
+    scheme = Scheme(NumberFormat(4, strategy="group", group_size=8), method="gptq", act_order=True)
     found = mw.quantize(perceptron(), scheme, batches()).state_dict()
     monkeypatch.setattr(gptq, "round_kernel", lambda: None)
     gptq._exact_kernel.cache_clear()
