@@ -9,6 +9,7 @@ import torch
 
 import meshwright as mw
 from meshwright.comm import among_ranks, current_communicator, world_ranks
+from meshwright.generate import _step_runs
 from meshwright.weights import StaleWeightsError, WeightError
 from tests.weights.models import PROMPTS, Decoder, marked, train
 
@@ -101,3 +102,17 @@ def test_a_world_of_some_ranks_ends_with_its_block() -> None:
         return found
 
     assert mw.simulate(go, 4)[0] == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "wide", "agreed"), [([], [], True), ([1], [], False), ([], [1], False), ([], [0, 1], True)]
+)
+def test_ranks_use_fast_products_if_all_add_up_in_the_same_order(
+    lacking: list[int], wide: list[int], agreed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choice() -> bool:
+        return _step_runs.StepRuns(None)._all_have_fast_products()
+
+    monkeypatch.setattr(_step_runs, "has_fast_products", lambda: mw.get_rank() not in lacking)
+    monkeypatch.setattr(_step_runs, "has_wide_vectors", lambda: mw.get_rank() in wide)
+    assert mw.simulate(choice, 2) == [agreed, agreed]

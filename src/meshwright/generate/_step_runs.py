@@ -18,7 +18,7 @@ from meshwright.engine import DistModel, Strategy, to_static, unshard_dtensor
 from meshwright.fixed_order import in_same_numbers
 from meshwright.layout import warn_user
 from meshwright.passes import OneRowProducts
-from meshwright.tensor import fast_products, has_fast_products
+from meshwright.tensor import fast_products, has_fast_products, has_wide_vectors
 
 from ._decode_step import DecodeStep
 from ._errors import EagerStepWarning
@@ -84,9 +84,15 @@ class StepRuns:
             yield
 
     def _all_have_fast_products(self) -> bool:
-        """True if all ranks have faster kernels. With different kernels, ranks would round equal logits differently."""
+        """True if all ranks have faster kernels that add up in the same order.
+
+        With different kernels, ranks would round equal logits differently.
+        """
         if self.has_fast_products is None:
-            self.has_fast_products = not current_communicator().any_true(not has_fast_products(), world_ranks())
+            is_wide = has_wide_vectors()
+            flags = torch.tensor([not has_fast_products(), is_wide, not is_wide], device="cpu")
+            lacks, *widths = current_communicator().all_reduce(flags, "any", world_ranks()).tolist()
+            self.has_fast_products = not lacks and not all(widths)
         return self.has_fast_products
 
     def clear(self) -> None:

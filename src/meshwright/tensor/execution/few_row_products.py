@@ -38,7 +38,8 @@ _choice = _Choice()
 def fast_products(is_fast: bool) -> Generator[None]:
     """Use the kernel for products of few rows without gradients in this thread, in programs and in eager calls.
 
-    All ranks pass the same flag, which is False unless `has_fast_products()` is True on all of them.
+    All ranks pass the same flag. It is False unless `has_fast_products()` is True on all ranks, and their vectors have
+    one width.
     """
     before, _choice.is_fast = _choice.is_fast, is_fast
     try:
@@ -50,6 +51,11 @@ def fast_products(is_fast: bool) -> Generator[None]:
 def has_fast_products() -> bool:
     """True if this process has the kernel, and one thread."""
     return torch.get_num_threads() == 1 and row_kernel() is not None
+
+
+def has_wide_vectors() -> bool:
+    """True if the vectors of the processor have 512 bits. Then the kernel adds up in another order."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def products_are_fast() -> bool:
