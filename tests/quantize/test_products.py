@@ -25,6 +25,7 @@ SCHEMES = INTEGERS | {
     "int8, one scale": Scheme(NumberFormat(8, strategy="tensor")),
     "int5, asymmetric": Scheme(NumberFormat(5, strategy="group", group_size=16, symmetric=False)),
     "int4, asymmetric rows": Scheme(NumberFormat(4, symmetric=False)),
+    "int3, one zero point": Scheme(NumberFormat(3, strategy="tensor", symmetric=False)),
     "nf4": Scheme(NumberFormat(4, "nf", "group", 16)),
     "mxfp4": Scheme.preset("mxfp4"),
     "nvfp4": Scheme.preset("nvfp4"),
