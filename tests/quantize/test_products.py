@@ -27,6 +27,7 @@ SCHEMES = INTEGERS | {
     "int4, asymmetric rows": Scheme(NumberFormat(4, symmetric=False)),
     "int3, one zero point": Scheme(NumberFormat(3, strategy="tensor", symmetric=False)),
     "nf4": Scheme(NumberFormat(4, "nf", "group", 16)),
+    "nf4, rounded inputs": Scheme(NumberFormat(4, "nf", "group", 16), NumberFormat(8, strategy="token", dynamic=True)),
     "mxfp4": Scheme.preset("mxfp4"),
     "nvfp4": Scheme.preset("nvfp4"),
     "fp8-dynamic": Scheme.preset("fp8-dynamic"),

@@ -9,7 +9,7 @@ nvfp4-pack-…      weight_packed: two codes a byte; weight_scale: float8; weigh
 
 Packed integers whose groups are not neighbours, as GPTQ with act-order makes them, have a `weight_g_idx` too: the group
 of each column. Integers have the form "int-quantized" if the inputs are quantized too, else "pack-quantized". nf4 is
-packed in the same way, but compressed-tensors does not know it. Inputs whose scale is not computed at each call have an
+always packed in the same way, but compressed-tensors does not know it. Inputs whose scale is not computed at each call have an
 `input_scale`. A layer holds these tensors as buffers, so a checkpoint is its state. A weight may be a stack of matrices
 [e, n, k]. Then each tensor but those for the whole weight has the dim e first.
 """
@@ -44,7 +44,8 @@ def stored_form(scheme: Scheme) -> str:
         return f"{'mxfp4' if scheme.weights.strategy == 'group' else 'nvfp4'}-pack-quantized"
     if scheme.weights.type == "float":
         return "float-quantized"
-    return "int-quantized" if scheme.input_activations is not None else "pack-quantized"
+    has_bytes = scheme.weights.type == "int" and scheme.input_activations is not None
+    return "int-quantized" if has_bytes else "pack-quantized"
 
 
 def is_packed(scheme: Scheme) -> bool:
