@@ -97,6 +97,14 @@ def test_threads_change_no_bits(threads: int, monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(integer_product(codes[:2], codes), sums)
 
 
+@pytest.mark.parametrize("name", SCHEMES)
+def test_no_rows_have_no_outputs(name: str) -> None:
+    made = layer(SCHEMES[name])
+    for is_fast in (False, True):
+        with torch.no_grad(), fast_products(is_fast):
+            assert made(torch.empty(0, 96)).shape == (0, 13)
+
+
 def test_a_gradient_takes_the_numbers() -> None:
     made, x = layer(Scheme.preset("int8")), torch.randn(2, 96, requires_grad=True)
     with fast_products(True):

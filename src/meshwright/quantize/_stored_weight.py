@@ -9,9 +9,9 @@ nvfp4-pack-…      weight_packed: two codes a byte; weight_scale: float8; weigh
 
 Packed integers whose groups are not neighbours, as GPTQ with act-order makes them, have a `weight_g_idx` too: the group
 of each column. Integers have the form "int-quantized" if the inputs are quantized too, else "pack-quantized". nf4 is
-always packed in the same way, but compressed-tensors does not know it. Inputs whose scale is not computed at each call have an
-`input_scale`. A layer holds these tensors as buffers, so a checkpoint is its state. A weight may be a stack of matrices
-[e, n, k]. Then each tensor but those for the whole weight has the dim e first.
+always packed in the same way, but compressed-tensors does not know it. Inputs whose scale is not computed at each call
+have an `input_scale`. A layer holds these tensors as buffers, so a checkpoint is its state. A weight may be a stack of
+matrices [e, n, k]. Then each tensor but those for the whole weight has the dim e first.
 """
 
 from __future__ import annotations
