@@ -73,6 +73,7 @@ SCHEMES = {
     "int8-dynamic": Scheme.preset("int8-dynamic"),
     "w4a16": Scheme(INT4),
     "int4, asymmetric": Scheme(NumberFormat(4, strategy="group", group_size=16, symmetric=False)),
+    "int4, one zero point": Scheme(NumberFormat(4, strategy="tensor", symmetric=False)),
     "int3": Scheme(NumberFormat(3, strategy="group", group_size=16)),
     "int8, one scale": Scheme(NumberFormat(8, strategy="tensor"), NumberFormat(8, strategy="token", dynamic=True)),
     "nf4": Scheme.preset("nf4", group_size=16),

@@ -25,7 +25,9 @@ SCHEMES = INTEGERS | {
     "int8, one scale": Scheme(NumberFormat(8, strategy="tensor")),
     "int5, asymmetric": Scheme(NumberFormat(5, strategy="group", group_size=16, symmetric=False)),
     "int4, asymmetric rows": Scheme(NumberFormat(4, symmetric=False)),
+    "int3, one zero point": Scheme(NumberFormat(3, strategy="tensor", symmetric=False)),
     "nf4": Scheme(NumberFormat(4, "nf", "group", 16)),
+    "nf4, rounded inputs": Scheme(NumberFormat(4, "nf", "group", 16), NumberFormat(8, strategy="token", dynamic=True)),
     "mxfp4": Scheme.preset("mxfp4"),
     "nvfp4": Scheme.preset("nvfp4"),
     "fp8-dynamic": Scheme.preset("fp8-dynamic"),
@@ -93,6 +95,14 @@ def test_threads_change_no_bits(threads: int, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
         assert torch.equal(made(x), wanted)
         assert torch.equal(integer_product(codes[:2], codes), sums)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_no_rows_have_no_outputs(name: str) -> None:
+    made = layer(SCHEMES[name])
+    for is_fast in (False, True):
+        with torch.no_grad(), fast_products(is_fast):
+            assert made(torch.empty(0, 96)).shape == (0, 13)
 
 
 def test_a_gradient_takes_the_numbers() -> None:

@@ -123,11 +123,11 @@ def why_no_steps(layers: Sequence[Any], rows: Rows, capacity: int) -> str:
     for layer in layers:
         kind, window = type(layer).__name__, getattr(layer, "sliding_window", capacity)
         if kind not in KINDS:
-            return f"its cache has a {kind}"
+            return f"the cache of the model has a {kind}"
         if window < capacity:
-            return f"its cache keeps the last {window} positions only"
+            return f"the cache of the model keeps the last {window} positions only"
         if not all(may_be_written(x) and rows.holds(x) for x in (layer.keys, layer.values)):
-            return "its keys are pending sums, are sharded over positions, or are on other ranks than the rows"
+            return "the keys are pending sums, are sharded over positions, or are on other ranks than the rows"
     return ""
 
 

@@ -9,9 +9,9 @@ nvfp4-pack-…      weight_packed: two codes a byte; weight_scale: float8; weigh
 
 Packed integers whose groups are not neighbours, as GPTQ with act-order makes them, have a `weight_g_idx` too: the group
 of each column. Integers have the form "int-quantized" if the inputs are quantized too, else "pack-quantized". nf4 is
-packed in the same way, but compressed-tensors does not know it. Inputs whose scale is not computed at each call have an
-`input_scale`. A layer holds these tensors as buffers, so a checkpoint is its state. A weight may be a stack of matrices
-[e, n, k]. Then each tensor but those for the whole weight has the dim e first.
+always packed in the same way, but compressed-tensors does not know it. Inputs whose scale is not computed at each call
+have an `input_scale`. A layer holds these tensors as buffers, so a checkpoint is its state. A weight may be a stack of
+matrices [e, n, k]. Then each tensor but those for the whole weight has the dim e first.
 """
 
 from __future__ import annotations
@@ -44,11 +44,17 @@ def stored_form(scheme: Scheme) -> str:
         return f"{'mxfp4' if scheme.weights.strategy == 'group' else 'nvfp4'}-pack-quantized"
     if scheme.weights.type == "float":
         return "float-quantized"
-    return "int-quantized" if scheme.input_activations is not None else "pack-quantized"
+    has_bytes = scheme.weights.type == "int" and scheme.input_activations is not None
+    return "int-quantized" if has_bytes else "pack-quantized"
 
 
 def is_packed(scheme: Scheme) -> bool:
     return stored_form(scheme) == "pack-quantized"
+
+
+def _has_packed_zeros(scheme: Scheme) -> bool:
+    """True if zero points are packed. One for the whole weight is stored as its code."""
+    return is_packed(scheme) and scheme.weights.strategy != "tensor"
 
 
 def store(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Stored:
@@ -60,7 +66,8 @@ def store(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> 
         found = {WEIGHT: codes, SCALE: scale}
     else:
         found = {PACKED: pack(codes, bits), SCALE: scale, SHAPE: torch.tensor(tuple(codes.shape), device=codes.device)}
-        zero = None if zero is None else pack(zero.transpose(-2, -1), bits).transpose(-2, -1).contiguous()
+    if zero is not None and _has_packed_zeros(scheme):
+        zero = pack(zero.transpose(-2, -1), bits).transpose(-2, -1).contiguous()
     return found if zero is None else {**found, ZERO: zero}
 
 
@@ -127,7 +134,7 @@ def stored_shapes(rows: int, columns: int, scheme: Scheme, stack: tuple[int, ...
         found = {PACKED: packed, SCALE: scale, SHAPE: (len(packed),)}
     if not weights.symmetric:
         packed_rows = packed_length(rows, weights.num_bits)
-        found[ZERO] = (*stack, packed_rows, groups) if is_packed(scheme) else scale
+        found[ZERO] = (*stack, packed_rows, groups) if _has_packed_zeros(scheme) else scale
     return found | ({INPUT_SCALE: (1,)} if has_input_scale(scheme) else {})
 
 
@@ -139,7 +146,7 @@ def has_input_scale(scheme: Scheme) -> bool:
 
 def stored_dtypes(scheme: Scheme, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtypes of the tensors that may hold a weight of `dtype`."""
-    zero = torch.int32 if is_packed(scheme) else torch.int8
+    zero = torch.int32 if _has_packed_zeros(scheme) else torch.int8
     codes = code_dtype(scheme.weights)
     if scheme.weights.is_float4:
         scale = torch.uint8 if scheme.weights.strategy == "group" else FLOAT8
