@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.comm import DisagreementError
-from meshwright.generate import EagerStepWarning, GenerationError
+from meshwright.generate import EagerStepWarning, GenerationError, _step_runs
 from meshwright.graph import canonical_text
 
 transformers = pytest.importorskip("transformers")
@@ -179,7 +179,9 @@ def test_ranks_that_record_after_other_tokens_are_refused() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int8-dynamic"])
-def test_the_program_of_a_quantized_model_multiplies_with_codes(scheme: str) -> None:
+def test_the_program_of_a_quantized_model_multiplies_with_codes(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_step_runs, "has_fast_products", lambda: True)  # earlier tests may have turned kernels off
+
     def call(model: Any) -> tuple[list[int], set[str], Tensor]:
         sampler = mw.sampler(mw.quantize(model, scheme), static_after=0)
         found = sampler.generate(PROMPTS, NEW, seed=2).tokens

@@ -18,7 +18,8 @@ from ._errors import CalibrationError, QuantizeError
 from ._scheme import PRESETS, NumberFormat, Scheme
 from .checkpoints.load import load_quantized
 from .checkpoints.save import save_quantized
-from .conversion import Outline, outline, quantize
+from .conversion.outline import Outline, outline
+from .conversion.quantize import quantize
 from .layers.quantized_experts import QuantizedExperts
 from .layers.quantized_linear import QuantizedLinear
 from .products import MostRows, keep_rows, measure_rows
