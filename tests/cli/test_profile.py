@@ -84,7 +84,7 @@ def test_the_table_of_products_is_measured_and_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(profile_products, "measure_rows", lambda: MostRows(3, ANY, 0))
+    monkeypatch.setattr(profile_products, "measure_rows", lambda on_step: MostRows(3, ANY, 0))
     most_rows.cache_clear()
     assert main(["profile", "--products", "--dry-run"]) == 0
     assert most_rows() == built_in_rows()

@@ -8,6 +8,7 @@ from meshwright.cli.console.exit_codes import OK
 from meshwright.cli.console.output import print_json, print_text
 from meshwright.cli.console.parser import UsageError
 from meshwright.quantize import MostRows, keep_rows, measure_rows
+from meshwright.search import progress_bar
 
 ABOUT = "the products of quantized layers, for 1 to 512 rows, by the kernels of this library and by torch; about 10 s"
 
@@ -19,7 +20,8 @@ def measure_products(settings: argparse.Namespace) -> int:
     if settings.dry_run:
         print_json({"measurements": ABOUT}) if settings.json else print_text(ABOUT)
         return OK
-    rows = measure_rows()
+    with progress_bar("measuring") as on_step:
+        rows = measure_rows(on_step)
     path = keep_rows(rows)
     if settings.json:
         print_json({"most_rows": rows.shown(), "kept_in": None if path is None else str(path)})

@@ -391,11 +391,7 @@ def profile_parser() -> Parser:
     parser.add_argument("--ranks", type=local_ranks, metavar="N", help="number of processes (one per GPU, or per core)")
     parser.add_argument("--seconds", type=seconds, default=0.2, metavar="X", help="seconds per measurement (0.2)")
     parser.add_argument("--out", metavar="FILE", help="write the cluster as TOML to this file; default: print it")
-    parser.add_argument(
-        "--products",
-        action="store_true",
-        help="measure for how many rows the products of quantized layers are fastest, and use this from now on",
-    )
+    parser.add_argument("--products", action="store_true", help="measure the products of quantized layers instead")
     parser.add_argument("--dry-run", action="store_true", help="show the planned measurements and their duration")
     parser.add_argument("--json", action="store_true", help="print one JSON object with every measurement")
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,14 +23,19 @@ Act = Callable[[], object]
 
 
 @torch.no_grad()
-def measure_rows() -> MostRows:
-    """Return the most rows, up to 512, from the fastest of three runs each. It takes some seconds."""
+def measure_rows(on_step: Callable[[int, int], None] = lambda done, of: None) -> MostRows:
+    """Return the most rows, up to 512, from the fastest of three runs each.
+
+    It takes some seconds. `on_step` gets the number of products that were measured, and the number of all.
+    """
     if packed_kernel() is None or integer_kernel() is None:
         return MostRows(0, 0, 0)
-    codes, half = (
-        _most(lambda rows, dtype=dtype: _packed_acts(rows, dtype)) for dtype in (torch.float32, torch.bfloat16)
-    )
-    return MostRows(codes, half, _most(_integer_acts))
+    kinds = (partial(_packed_acts, torch.float32), partial(_packed_acts, torch.bfloat16), _integer_acts)
+    found: list[int] = []
+    for done, acts in enumerate(kinds):
+        on_step(done, len(kinds))
+        found.append(_most(acts))
+    return MostRows(*found)
 
 
 def _most(acts: Callable[[int], tuple[Act, Act]]) -> int:
@@ -52,7 +58,7 @@ def _timed(act: Act) -> float:
     return time.perf_counter() - start
 
 
-def _packed_acts(rows: int, dtype: torch.dtype) -> tuple[Act, Act]:
+def _packed_acts(dtype: torch.dtype, rows: int) -> tuple[Act, Act]:
     """Return the product with packed codes of 4 bits, and that with their numbers."""
     x = torch.ones(rows, SIZE, dtype=dtype, device="cpu")
     codes = torch.zeros(SIZE, SIZE // 8, dtype=torch.int32, device="cpu")

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 
 from .row_kernel import row_kernel
 
-FEW = 32 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 16
+
+def has_wide_vectors() -> bool:
+    """True if the vectors of the processor have 512 bits. Then the kernel adds up in another order."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+FEW = 32 if has_wide_vectors() else 16
 """Most rows for which the kernel is faster, by the width of the processor's vectors."""
 _SMALL = 2**14
 """Elements of a matrix below which the call of the kernel takes longer than the product."""
@@ -51,11 +57,6 @@ def fast_products(is_fast: bool) -> Generator[None]:
 def has_fast_products() -> bool:
     """True if this process has the kernel, and one thread."""
     return torch.get_num_threads() == 1 and row_kernel() is not None
-
-
-def has_wide_vectors() -> bool:
-    """True if the vectors of the processor have 512 bits. Then the kernel adds up in another order."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def products_are_fast() -> bool:
