@@ -42,6 +42,15 @@ class RowCopy:
     first: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """The rows of a step, the number of positions of a row, and the pages of a rank; None for a step without pages."""
+
+    rows: Rows
+    capacity: int
+    pool: PagePool | None = None
+
+
 class DecodeStep(nn.Module):
     """A step of a model of transformers. `logits` has the logits [r, v] after the last call.
 
@@ -50,18 +59,11 @@ class DecodeStep(nn.Module):
 
     logits: Tensor
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[Any],
-        rows: Rows,
-        capacity: int,
-        logits_rv: Tensor,
-        pool: PagePool | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[Any], size: StepSize, logits_rv: Tensor) -> None:
         super().__init__()
-        self.model, self.rows, self.count, self.capacity, self.pool = model, rows, len(layers), capacity, pool
-        shape = (rows, capacity) if pool is None else (rows.of_ranks, pool.positions)
+        rows, pool = size.rows, size.pool
+        self.model, self.size, self.rows, self.count = model, size, rows, len(layers)
+        shape = (rows, size.capacity) if pool is None else (rows.of_ranks, pool.positions)
         for at, layer in enumerate(layers):
             for name in _PARTS:
                 self.register_buffer(f"{name}_{at}", _memory(getattr(layer, name), *shape), False)
@@ -86,7 +88,7 @@ class DecodeStep(nn.Module):
     @property
     def columns(self) -> int:
         """Number of columns that attention reads."""
-        return self.capacity
+        return self.size.capacity
 
     def append(self, places_r1: Tensor) -> Append:
         """Return the function that writes the keys of these positions to the memory of a layer."""
@@ -96,9 +98,9 @@ class DecodeStep(nn.Module):
 
         return append
 
-    def fits(self, layers: Sequence[Any], rows: Rows, capacity: int, pool: PagePool | None) -> bool:
+    def fits(self, layers: Sequence[Any], size: StepSize) -> bool:
         """True if the memory has the sizes, dtypes and layouts of a cache for these rows."""
-        if (rows, capacity, pool, len(layers)) != (self.rows, self.capacity, self.pool, self.count):
+        if (size, len(layers)) != (self.size, self.count):
             return False
         pairs = ((getattr(self, f"{name}_{at}"), getattr(x, name)) for at, x in enumerate(layers) for name in _PARTS)
         return all(_kind(memory) == _kind(held) for memory, held in pairs)

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._decode_step import Append, DecodeStep, RowCopy, local
-from ._pages import PagePool, page_count
+from ._decode_step import Append, DecodeStep, RowCopy, StepSize, local
+from ._pages import page_count
 from ._read_pages import read_pages
-from ._rows import Rows
 
 
 class PagedStep(DecodeStep):
@@ -25,19 +24,13 @@ class PagedStep(DecodeStep):
 
     table: Tensor
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[Any],
-        rows: Rows,
-        capacity: int,
-        logits_rv: Tensor,
-        pool: PagePool,
-    ) -> None:
-        super().__init__(model, layers, rows, capacity, logits_rv, pool)
-        self.page_size = pool.size
-        table = torch.zeros(rows.held, page_count(capacity, pool.size), dtype=torch.int64, device=logits_rv.device)
-        self.register_buffer("table", rows.joined(table), False)
+    def __init__(self, model: nn.Module, layers: Sequence[Any], size: StepSize, logits_rv: Tensor) -> None:
+        super().__init__(model, layers, size, logits_rv)
+        assert size.pool is not None
+        self.page_size = size.pool.size
+        pages = page_count(size.capacity, self.page_size)
+        table = torch.zeros(size.rows.held, pages, dtype=torch.int64, device=logits_rv.device)
+        self.register_buffer("table", size.rows.joined(table), False)
 
     @property
     def columns(self) -> int:

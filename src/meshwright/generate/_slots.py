@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ._calls import CachedCalls
-from ._decode_step import DecodeStep, RowCopy, why_no_steps
+from ._decode_step import DecodeStep, RowCopy, StepSize, why_no_steps
 from ._pages import PagePool
 from ._request import GenerationRequest, Prompt
 from ._rows import Rows
@@ -93,7 +93,8 @@ class Slots:
             self.runs.rows = None
             self.request.refuse_pages("the rows are on other ranks than those of the calls before")
             return None
-        return self.runs.take(self.model, calls.layers, self.rows, self.capacity, logits_rv, self.pool)
+        size = StepSize(self.rows, self.capacity, self.pool)
+        return self.runs.take(self.model, calls.layers, size, logits_rv)
 
     def _padded_count(self, count: int) -> int:
         """Return the rows of each rank for so many prompts: few different numbers on several ranks."""

@@ -20,10 +20,9 @@ from meshwright.layout import warn_user
 from meshwright.passes import OneRowProducts
 from meshwright.tensor import fast_products, has_fast_products, has_wide_vectors
 
-from ._decode_step import DecodeStep
+from ._decode_step import DecodeStep, StepSize
 from ._errors import EagerStepWarning
 from ._paged_step import PagedStep
-from ._pages import PagePool
 from ._request import GenerationRequest
 from ._rows import Rows
 
@@ -99,20 +98,12 @@ class StepRuns:
         """Drop all steps with their memory; the next long call records a program again."""
         self.known = []
 
-    def take(
-        self,
-        model: nn.Module,
-        layers: Sequence[Any],
-        rows: Rows,
-        capacity: int,
-        logits_rv: Tensor,
-        pool: PagePool | None,
-    ) -> StepRun:
-        """Return the step for a cache of these rows with so many positions, perhaps in pages; its memory is zero."""
-        found = next((run for run in self.known if run.step.fits(layers, rows, capacity, pool)), None)
+    def take(self, model: nn.Module, layers: Sequence[Any], size: StepSize, logits_rv: Tensor) -> StepRun:
+        """Return the step of this size for the layers of a cache; its memory is zero."""
+        found = next((run for run in self.known if run.step.fits(layers, size)), None)
         if found is None:
-            made = (model, layers, rows, capacity, logits_rv)
-            found = StepRun((DecodeStep(*made) if pool is None else PagedStep(*made, pool)).eval())
+            kind = DecodeStep if size.pool is None else PagedStep
+            found = StepRun(kind(model, layers, size, logits_rv).eval())
             self.known = [*self.known[1 - MOST_STEPS :], found]
         for memory in found.step.buffers(recurse=False):
             memory.zero_()
